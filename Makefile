@@ -1,0 +1,28 @@
+VENV ?= .venv
+PYTHON ?= python3
+PY := "$(VENV)/bin/python"
+
+.PHONY: demo test lint bench clean
+
+demo: $(VENV)/installed
+	$(PY) -m avgk_hf.cli demo
+
+test: $(VENV)/installed
+	$(PY) -m pytest
+
+lint: $(VENV)/installed
+	$(PY) -m ruff check .
+	$(PY) -m ruff format --check .
+
+bench: $(VENV)/installed
+	$(PY) -m benchmarks
+
+clean:
+	rm -rf "$(VENV)" runs .pytest_cache .ruff_cache .hypothesis build dist
+
+# compiled once here, because some machines forbid Python to write .pyc files later and imports then take minutes
+$(VENV)/installed: pyproject.toml
+	$(PYTHON) -m venv "$(VENV)"
+	$(PY) -m pip install --quiet uv
+	$(PY) -m uv pip install --quiet --python "$(VENV)" --compile-bytecode --editable ".[dev]"
+	touch "$(VENV)/installed"

@@ -1,0 +1,171 @@
+"""The `avgk` command. Heavy imports wait until a command needs them."""
+
+import argparse
+import json
+import os
+import sys
+from pathlib import Path
+from typing import Any
+
+from . import __version__
+
+
+def build_parser() -> argparse.ArgumentParser:
+    """All commands and their options."""
+    parser = argparse.ArgumentParser(
+        prog="avgk",
+        description="Image classification with as many classes as the image needs, K on average.",
+        epilog="`avgk COMMAND --help` explains a command. With AVGK_DEBUG=1 errors come with their traceback.",
+    )
+    parser.add_argument("--version", action="version", version=f"avgk_hf {__version__}")
+    commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
+
+    demo = commands.add_parser("demo", help="train CE and AVG-K on generated glyphs and compare them (3 minutes)")
+    demo.add_argument("--out", default="runs/demo", help="folder for models, pictures and table (%(default)s)")
+
+    train = commands.add_parser("train", help="train a model from a recipe", add_help=False)
+    train.add_argument("arguments", nargs=argparse.REMAINDER)
+
+    for name, text in (
+        ("calibrate", "compute a model's thresholds on validation images"),
+        ("evaluate", "evaluate a calibrated model on labelled images"),
+    ):
+        command = commands.add_parser(name, help=text, description=text)
+        command.add_argument("model", help="folder or Hub id of a model")
+        command.add_argument("dataset", help="glyphs, a folder of images or parquet, a saved dataset, or a Hub id")
+        default = "validation" if name == "calibrate" else "test"
+        command.add_argument("--split", default=default, help="split of the dataset (%(default)s)")
+        command.add_argument("--k", type=float, nargs="+", default=[], help="set sizes besides the model's own")
+        command.add_argument("--batch-size", type=int, default=64, help="images per forward pass (%(default)s)")
+        command.add_argument("--workers", type=int, default=0, help="processes that read images (%(default)s)")
+        command.add_argument("--seed", type=int, default=0, help="seed of generated glyphs (%(default)s)")
+        command.add_argument("--json", action="store_true", help="print the metrics as JSON")
+        if name == "calibrate":
+            command.add_argument("--out", help="folder for the calibrated model (default: write to MODEL)")
+        else:
+            command.add_argument("--out", help="JSON file to write the metrics to")
+
+    predict = commands.add_parser("predict", help="print the predicted set of each image")
+    predict.add_argument("model", help="folder or Hub id of a model")
+    predict.add_argument("images", nargs="+", metavar="image", help="image files")
+    predict.add_argument("--k", type=float, help="average set size, one the model is calibrated for (its own k)")
+    predict.add_argument("--lambda-val", type=float, help="threshold to use instead of the calibrated one")
+    predict.add_argument("--min-size", type=int, default=1, help="at least this many classes (%(default)s)")
+    predict.add_argument("--json", action="store_true", help="print JSON")
+
+    glyphs = commands.add_parser("glyphs", help="write the generated glyphs as an image folder")
+    glyphs.add_argument("--out", required=True, help="folder to write split/class/image.png to")
+    glyphs.add_argument("--seed", type=int, default=0, help="same seed, same images (%(default)s)")
+    return parser
+
+
+def load_model(name: str) -> Any:
+    """A saved model, from a folder or the Hub."""
+    from . import AvgKForImageClassification
+
+    folder = Path(name)
+    if folder.is_dir() and not (folder / "config.json").is_file():
+        raise FileNotFoundError(f"{name} holds no config.json; name the folder of a saved model.")
+    if not folder.is_dir() and (folder.is_absolute() or name.startswith(".") or name.count("/") != 1):
+        raise FileNotFoundError(f"there is no model folder {name!r}.")
+    return AvgKForImageClassification.from_pretrained(name).eval()
+
+
+def run_demo(args: argparse.Namespace) -> None:
+    """`avgk demo`."""
+    from .demo import demo
+
+    demo(args.out)
+
+
+def run_train(args: argparse.Namespace) -> None:
+    """`avgk train`."""
+    from .train import main as train
+
+    train(args.arguments)
+
+
+def run_evaluate(args: argparse.Namespace) -> None:
+    """`avgk evaluate` and `avgk calibrate`."""
+    from .calibrate import evaluate
+    from .data import load_splits
+
+    model = load_model(args.model)
+    splits = load_splits(args.dataset, seed=args.seed)
+    if args.split not in splits:
+        raise ValueError(f"the dataset {args.dataset!r} has no split {args.split!r}, only {list(splits)}: --split.")
+    calibrate = args.command == "calibrate"
+    metrics = evaluate(
+        model, splits[args.split], args.k, calibrate, args.batch_size, args.workers, dataset_name=args.dataset
+    )
+    text = json.dumps(metrics, indent=2)
+    if calibrate and args.out:
+        model.save_pretrained(args.out)
+    elif calibrate:
+        if not Path(args.model).is_dir():
+            raise ValueError(f"{args.model} is on the Hub: name a folder for the calibrated model with --out.")
+        model.config.save_pretrained(args.model)
+    elif args.out:
+        Path(args.out).parent.mkdir(parents=True, exist_ok=True)
+        Path(args.out).write_text(text + "\n")
+    print(text if args.json else "\n".join(f"{name:32}{value:.6g}" for name, value in metrics.items()))
+    if calibrate and not args.json:
+        print(f"thresholds written to {args.out or args.model}")
+
+
+def run_predict(args: argparse.Namespace) -> None:
+    """`avgk predict`."""
+    from .data.transforms import ImageTransform
+    from .sets import predict_sets, ranked_sets
+
+    model = load_model(args.model)
+    lambda_val = model.config.threshold(args.k) if args.lambda_val is None else args.lambda_val
+    transform = ImageTransform(model.config)
+    predictions = []
+    for path in args.images:
+        scores = model.scores(transform.image(path)[None])  # (1, L)
+        classes = ranked_sets(scores, predict_sets(scores, lambda_val, args.min_size))[0]
+        found = [{"label": model.config.id2label[j], "score": scores[0, j].item()} for j in classes]
+        predictions.append({"image": path, "set": found})
+    if args.json:
+        print(json.dumps(predictions, indent=2, ensure_ascii=False))
+        return
+    for prediction in predictions:
+        print(f"{prediction['image']}: {len(prediction['set'])} class{'es' * (len(prediction['set']) != 1)}")
+        for item in prediction["set"]:
+            print(f"  {item['score']:8.4f}  {item['label']}")
+
+
+def run_glyphs(args: argparse.Namespace) -> None:
+    """`avgk glyphs`."""
+    from .data.glyphs import load_glyphs, write_image_folder
+
+    write_image_folder(load_glyphs(args.seed), args.out)
+    print(f"written to {args.out}; use it as `dataset: {args.out}`")
+
+
+COMMANDS = {
+    "demo": run_demo,
+    "train": run_train,
+    "calibrate": run_evaluate,
+    "evaluate": run_evaluate,
+    "predict": run_predict,
+    "glyphs": run_glyphs,
+}
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """Entry point of `avgk`; returns the exit code."""
+    args = build_parser().parse_args(arguments)
+    try:
+        COMMANDS[args.command](args)
+    except (ValueError, OSError, ImportError) as error:
+        if os.environ.get("AVGK_DEBUG"):
+            raise
+        print(f"avgk {args.command}: {error}", file=sys.stderr)
+        return 2
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

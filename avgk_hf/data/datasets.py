@@ -1,0 +1,105 @@
+"""One door for all data: `glyphs`, a Hub id, an image folder, parquet files or a saved dataset."""
+
+from pathlib import Path
+
+import numpy as np
+from datasets import ClassLabel, Dataset, DatasetDict, Features, Image, Value, load_dataset, load_from_disk
+
+from .glyphs import load_glyphs
+
+
+def load_splits(
+    dataset: str,
+    config_name: str | None = None,
+    image_column: str = "image",
+    label_column: str = "label",
+    seed: int = 0,
+) -> DatasetDict:
+    """Load a dataset and bring it to the contract: columns `image`, `label` (ClassLabel) and `index`.
+
+    Args:
+        dataset: `glyphs` (generated), a folder (images in `split/class/`, parquet files, or written by
+            `save_to_disk`), or the id of a dataset on the Hub.
+        config_name: Configuration of a Hub dataset.
+        image_column: Its column of images.
+        label_column: Its column of classes: ClassLabel, text, or whole numbers from 0.
+        seed: Seed of generated data.
+
+    Returns:
+        The splits under their own names, usually train, validation and test.
+    """
+    if dataset == "glyphs":
+        return load_glyphs(seed)
+    folder = Path(dataset)
+    if not folder.exists() and dataset.startswith((".", "/", "~")):
+        raise FileNotFoundError(f"dataset={dataset!r}: there is no such folder.")
+    if folder.is_dir() and not any(folder.iterdir()):
+        raise ValueError(f"dataset={dataset!r} is an empty folder; images belong in {dataset}/train/<class>/.")
+    if (folder / "dataset_dict.json").exists():
+        splits = load_from_disk(dataset)
+    elif (folder / "dataset_info.json").exists():
+        splits = load_from_disk(dataset)
+        splits = DatasetDict({str(splits.split or "train"): splits})
+    else:
+        splits = load_dataset(dataset, config_name)
+    names = _class_names(splits, dataset, image_column, label_column)
+    return DatasetDict(
+        {name: _to_contract(split, names, image_column, label_column) for name, split in splits.items()}
+    )
+
+
+def _class_names(splits: DatasetDict, dataset: str, image_column: str, label_column: str) -> list[str]:
+    """The names of the classes over all splits, after checking that there is something to classify."""
+    for name, split in splits.items():
+        for column, option in ((image_column, "image_column"), (label_column, "label_column")):
+            if column not in split.column_names:
+                hint = " Images in one folder per class, `train/<class>/x.jpg`, give it." if option[0] == "l" else ""
+                raise ValueError(
+                    f"dataset {dataset!r}, split {name!r} has no column {column!r}; it has {split.column_names}. Name"
+                    f" the right one with `{option}:`.{hint}"
+                )
+        if len(split) == 0:
+            raise ValueError(f"dataset {dataset!r}, split {name!r} is empty.")
+    feature = next(iter(splits.values())).features[label_column]
+    if isinstance(feature, ClassLabel):
+        return feature.names
+    labels = [label for split in splits.values() for label in split.unique(label_column)]
+    if any(label is None for label in labels):
+        raise ValueError(f"dataset {dataset!r}: the column {label_column!r} has missing values.")
+    if all(isinstance(label, str) for label in labels):
+        return sorted(set(labels))
+    if not all(isinstance(label, int) for label in labels) or min(labels) < 0:
+        raise ValueError(
+            f"dataset {dataset!r}: the column {label_column!r} holds neither text nor whole numbers from 0, e.g."
+            f" {labels[0]!r}."
+        )
+    return [str(label) for label in range(max(labels) + 1)]
+
+
+def _to_contract(split: Dataset, names: list[str], image_column: str, label_column: str) -> Dataset:
+    columns = {"image": image_column, "label": label_column}
+    split = split.select_columns([c for c in (*columns.values(), "index") if c in split.column_names])
+    split = split.rename_columns({old: new for new, old in columns.items() if old != new})
+    # the position in the split, which a loss with state per image relies on, whatever an index column held before
+    index = list(range(len(split)))
+    if "index" in split.column_names and list(split["index"]) != index:
+        split = split.remove_columns("index")
+    if "index" not in split.column_names:
+        split = split.add_column("index", index)
+    label = ClassLabel(names=names)
+    features = Features(image=Image(), label=label, index=Value("int64"))
+    if split.features["label"] != label and split.features["label"].dtype == "string":
+        split = split.map(lambda row: {"label": label.str2int(row["label"])}, features=features)
+    return split.cast(features)
+
+
+def class_counts(dataset: Dataset, num_labels: int) -> np.ndarray:
+    """The number of images of each class, (L,); refuses labels outside [0, L)."""
+    labels = np.asarray(dataset.with_format("arrow")["label"].to_pylist())
+    if labels.min() < 0 or labels.max() >= num_labels:
+        wrong = labels[(labels < 0) | (labels >= num_labels)][0]
+        raise ValueError(
+            f"label {wrong} lies outside [0, {num_labels}), the classes of the model: build the model with"
+            f" `num_labels={labels.max() + 1}`, or check the label column."
+        )
+    return np.bincount(labels, minlength=num_labels)

@@ -1,0 +1,83 @@
+"""From an image as it is stored to the tensor that the model takes."""
+
+from io import BytesIO
+from pathlib import Path
+from typing import Any
+
+import torch
+from datasets import Dataset, Image
+from PIL import Image as PILImage
+from transformers import TimmWrapperImageProcessor
+
+AUGMENTATIONS = ("none", "timm")
+
+
+def open_image(image: Any, mode: str = "RGB", name: str | None = None) -> PILImage.Image:
+    """Open a path, bytes, or a stored `{"bytes", "path"}` in the given mode; an unreadable one is refused by name.
+
+    Args:
+        image: A path, encoded bytes, a dict with `bytes` and `path`, or an open Pillow image.
+        mode: `"RGB"` or `"L"`.
+        name: What to call the image in an error.
+    """
+    if isinstance(image, PILImage.Image):
+        return image.convert(mode)
+    stored = image if isinstance(image, dict) else {"bytes": image} if isinstance(image, bytes) else {"path": image}
+    name = name or str(stored.get("path") or "image")
+    try:
+        source = BytesIO(stored["bytes"]) if stored.get("bytes") is not None else Path(stored["path"])
+        with PILImage.open(source) as opened:
+            return opened.convert(mode)
+    except FileNotFoundError:
+        raise FileNotFoundError(f"{name}: there is no such file.") from None
+    except (OSError, SyntaxError, ValueError) as error:
+        raise ValueError(f"{name} cannot be read as an image ({error}); replace or remove it.") from error
+
+
+class ImageTransform:
+    """Turns a batch of stored examples into `pixel_values`, `labels` and `index`.
+
+    Args:
+        config: An `AvgKConfig`, whose `pretrained_cfg` says what the backbone takes.
+        augmentation: `"none"`, or `"timm"` for random resized crops and flips as in ImageNet training.
+    """
+
+    def __init__(self, config: Any, augmentation: str = "none") -> None:
+        if augmentation not in AUGMENTATIONS:
+            raise ValueError(f"augmentation={augmentation!r} is unknown; choose one of {list(AUGMENTATIONS)}.")
+        processor = TimmWrapperImageProcessor(config.pretrained_cfg, config.architecture)
+        self.transform = processor.train_transforms if augmentation == "timm" else processor.val_transforms
+        self.mode = "L" if config.pretrained_cfg["input_size"][0] == 1 else "RGB"
+
+    def image(self, image: Any, name: str | None = None) -> torch.Tensor:
+        """One image as a tensor (C, H, W)."""
+        return self.transform(open_image(image, self.mode, name))
+
+    def __call__(self, batch: dict[str, list]) -> dict[str, list]:
+        """A batch of examples as `datasets` hands it to `with_transform`."""
+        places = batch.get("index", [None] * len(batch["image"]))
+        output = {
+            "pixel_values": [
+                self.image(image, None if isinstance(image, dict) and image.get("path") else f"image {place}")
+                for image, place in zip(batch["image"], places, strict=True)
+            ]
+        }
+        if "label" in batch:
+            output["labels"] = batch["label"]
+        if "index" in batch:
+            output["index"] = batch["index"]
+        return output
+
+
+def prepare(dataset: Dataset, config: Any, augmentation: str = "none") -> Dataset:
+    """The dataset as the model takes it: images are opened, resized and normalised when they are read.
+
+    Args:
+        dataset: One split of `load_splits`.
+        config: The model's config.
+        augmentation: For training, as in `ImageTransform`.
+    """
+    for column in ("image", "label"):
+        if column not in dataset.column_names:
+            raise ValueError(f"the dataset has no column {column!r}, only {dataset.column_names}: use `load_splits`.")
+    return dataset.cast_column("image", Image(decode=False)).with_transform(ImageTransform(config, augmentation))

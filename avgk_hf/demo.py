@@ -1,0 +1,94 @@
+"""The demo: train AVG-K and cross-entropy on glyphs from their recipes, compare them, and show the sets."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+from .data import load_splits, prepare
+from .modeling import AvgKForImageClassification
+from .plots import contact_sheet, set_size_histogram
+from .sets import k_key
+from .train import parse_recipe, run
+
+OBJECTIVES = {"ce": "CE", "avgk": "AVG-K"}
+SHEET_IMAGES = 480
+
+
+def find_recipe(name: str) -> Path:
+    """A recipe of this package, in the installed wheel or in the checkout."""
+    here = Path(__file__).parent
+    for folder in (here / "recipes", here.parent / "recipes"):
+        if (folder / name).is_file():
+            return folder / name
+    raise FileNotFoundError(f"there is no recipe {name!r} beside the package; reinstall avgk_hf.")
+
+
+def table(results: dict[str, dict[str, Any]]) -> str:
+    """Test results of several runs as a Markdown table."""
+    k = k_key(next(iter(results.values()))["k"])
+    columns = {
+        f"average-{k} accuracy": ("average_k_accuracy", 100),
+        "mean set size": ("mean_set_size", 1),
+        "top-1": ("top1_accuracy", 100),
+        "few shot": ("few_shot_accuracy", 100),
+        "medium shot": ("medium_shot_accuracy", 100),
+        "many shot": ("many_shot_accuracy", 100),
+    }
+    lines = ["| | " + " | ".join(columns) + " |", "|---" * (len(columns) + 1) + "|"]
+    for name, result in results.items():
+        cells = [f"{scale * result['test'][metric]:.2f}" for metric, scale in columns.values()]
+        lines.append(f"| {name} | " + " | ".join(cells) + " |")
+    return "\n".join(lines)
+
+
+def demo(folder: str | Path = "runs/demo", overrides: list[str] | None = None) -> dict[str, dict[str, Any]]:
+    """Run the demo and write everything into `folder`.
+
+    Args:
+        folder: Where models, pictures and the table go.
+        overrides: `--field value` pairs for both recipes, e.g. `["--num_train_epochs", "1"]`.
+
+    Returns:
+        The results of both runs, by name.
+    """
+    folder = Path(folder)
+    splits, results = None, {}
+    for objective, name in OBJECTIVES.items():
+        recipe = str(find_recipe(f"glyphs/{objective}.yaml"))
+        model_args, data_args, args = parse_recipe(
+            [recipe, "--output_dir", str(folder / objective), *(overrides or [])]
+        )
+        splits = splits or load_splits(data_args.dataset, seed=data_args.glyphs_seed)
+        print(f"\n== {name}: {recipe}")
+        results[name] = run(model_args, data_args, args, splits)
+
+    model = AvgKForImageClassification.from_pretrained(folder / "avgk")
+    sample = splits["test"].select(range(min(SHEET_IMAGES, len(splits["test"]))))
+    ready = prepare(sample, model.config)
+    sets = [s for batch in ready.iter(64) for s in model.predict_sets(_stacked(batch["pixel_values"]), min_size=1)]
+    sheet, histogram = folder / "contact_sheet.png", folder / "set_sizes.png"
+    contact_sheet(list(sample["image"]), sets, list(sample["label"]), sample.features["label"].names, sheet)
+    set_size_histogram(
+        {name: result["set_sizes"]["all"] for name, result in results.items()},
+        histogram,
+        title=f"Set sizes on test, K = {k_key(model.config.k)}",
+    )
+    text = table(results)
+    (folder / "table.md").write_text(text + "\n")
+    (folder / "results.json").write_text(json.dumps(results, indent=2) + "\n")
+    print(f"\n{text}\n\n(accuracies in percent, on test; shot columns are means over classes)\n")
+    for what, path in {
+        "models and cards": f"{folder / 'ce'}, {folder / 'avgk'}",
+        "contact sheet": sheet,
+        "set sizes": histogram,
+        "table": folder / "table.md",
+    }.items():
+        print(f"{what + ':':18}{path}")
+    print(f"\nNext: avgk predict {folder / 'avgk'} IMAGE.png")
+    return results
+
+
+def _stacked(tensors: list) -> Any:
+    import torch
+
+    return torch.stack(tensors)

@@ -1,0 +1,300 @@
+"""`AvgKForImageClassification`: a timm backbone with two linear heads that predicts sets.
+
+This file and those it imports also travel with a saved model as remote code, so it imports only what inference needs.
+"""
+
+import difflib
+import math
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import timm
+import torch
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+from transformers import initialization as init
+from transformers.utils import ModelOutput
+
+from .configuration import AvgKConfig
+from .sets import check_k, head_scores, predict_sets, ranked_sets
+
+
+@dataclass
+class AvgKOutput(ModelOutput):
+    """Output of `AvgKForImageClassification`.
+
+    Args:
+        loss: The objective, a scalar; only with labels.
+        logits: ML head Z, (B, L).
+        sccp_logits: SCCP head Z', (B, L); None for a model without that head.
+        hidden_states: Feature maps of the backbone's stages; only with `output_hidden_states=True`.
+    """
+
+    loss: Tensor | None = None
+    logits: Tensor | None = None
+    sccp_logits: Tensor | None = None
+    hidden_states: tuple[Tensor, ...] | None = None
+
+
+class AvgKForImageClassification(PreTrainedModel):
+    """An image classifier that returns as many classes as the image needs, K on average.
+
+    A timm backbone gives pooled features H (B, d). The ML head Z = H W + b is thresholded in use; the SCCP head
+    Z' = H W' + b' proposes candidate classes while training with AVG-K, and single-head objectives do without it.
+
+    Example:
+        >>> model = AvgKForImageClassification.from_timm("test_resnet", num_labels=10, k=2)
+        >>> outputs = model(torch.zeros(3, 3, 32, 32))
+        >>> outputs.logits.shape, outputs.sccp_logits.shape
+        (torch.Size([3, 10]), torch.Size([3, 10]))
+        >>> model.config.set_calibration({2: 0.0}, record={})
+        >>> [len(classes) for classes in model.predict_sets(torch.zeros(3, 3, 32, 32))]
+        [10, 10, 10]
+    """
+
+    config_class = AvgKConfig
+    base_model_prefix = "avgk"
+    main_input_name = "pixel_values"
+    input_modalities = ("image",)
+    model_tags = ("timm", "average-k")
+    accepts_loss_kwargs = False  # otherwise the Trainer would scale the loss by the number of accumulation steps
+
+    def __init__(self, config: AvgKConfig) -> None:
+        super().__init__(config)
+        check_k(config.k, config.num_labels)
+        self.backbone = create_backbone(config.architecture, **config.model_args)
+        self._built_on_meta = any(parameter.is_meta for parameter in self.backbone.parameters())
+        self.supports_gradient_checkpointing = hasattr(self.backbone, "set_grad_checkpointing")
+        width = getattr(self.backbone, "head_hidden_size", None) or self.backbone.num_features
+        self.ml_head = nn.Linear(width, config.num_labels)
+        self.sccp_head = nn.Linear(width, config.num_labels) if config.sccp_head else None
+        self.post_init()
+
+    @classmethod
+    def from_timm(
+        cls,
+        name: str,
+        num_labels: int | None = None,
+        *,
+        k: float = 5,
+        objective: str = "avgk",
+        pretrained: bool | None = None,
+        checkpoint: str | None = None,
+        image_size: int | None = None,
+        model_args: dict[str, Any] | None = None,
+        **config_fields: Any,
+    ) -> "AvgKForImageClassification":
+        """Build a model on a timm backbone.
+
+        Args:
+            name: A timm model name, `hf_hub:<repo id>`, or a local folder in timm's own layout (config.json and
+                model.safetensors, as written by `timm.models.save_for_hf`).
+            num_labels: Number of classes L; may be left out when `id2label` is given.
+            k: Average set size, in [1, L).
+            objective: Training loss; AVG-K adds the SCCP head, the others have one head.
+            pretrained: Whether to load the backbone's weights. Default: for a folder or Hub id yes, for a name no.
+            checkpoint: A local safetensors file with the weights of the named timm model.
+            image_size: Side of the square input, if not the backbone's own. Images are resized to it uncropped.
+            model_args: Further keyword arguments of `timm.create_model`, e.g. `{"in_chans": 1}` for grey images.
+            config_fields: Further fields of `AvgKConfig`, e.g. `alpha=5.0` or `id2label={0: "oak", 1: "elm"}`.
+        """
+        if "id2label" in config_fields:
+            config_fields.setdefault("label2id", {label: i for i, label in config_fields["id2label"].items()})
+        elif num_labels is None:
+            raise ValueError("from_timm needs the number of classes: pass `num_labels=` or `id2label=`.")
+        else:
+            config_fields["num_labels"] = num_labels
+        check_k(k, num_labels or len(config_fields["id2label"]))
+
+        is_folder = Path(name).is_dir()
+        source = f"local-dir:{name}" if is_folder else name
+        model_args = dict(model_args or {})
+        if pretrained is None:
+            pretrained = is_folder or ":" in name or checkpoint is not None
+        overlay = None
+        if checkpoint is not None:
+            if Path(checkpoint).suffix != ".safetensors" or not Path(checkpoint).is_file():
+                raise ValueError(
+                    f"checkpoint={checkpoint!r} is not a .safetensors file. Convert other weights once with"
+                    " `safetensors.torch.save_file(model.state_dict(), 'weights.safetensors')`."
+                )
+            overlay = {"file": str(checkpoint)}
+        if image_size is not None and _fixed_input_size(source):
+            model_args.setdefault("img_size", image_size)
+        # timm itself loads the weights, once; __init__ builds without them, or every from_pretrained would fetch them
+        trained = create_backbone(source, pretrained=pretrained, pretrained_cfg_overlay=overlay, **model_args)
+        pretrained_cfg = _portable_cfg(trained.pretrained_cfg, model_args.get("in_chans", 3), image_size)
+        config = cls.config_class(
+            architecture=pretrained_cfg["architecture"],
+            model_args={**_folder_args(source), **model_args},
+            pretrained_cfg=pretrained_cfg,
+            k=k,
+            objective=objective,
+            sccp_head=objective == "avgk",
+            **config_fields,
+        )
+        model = cls(config)
+        model.backbone.load_state_dict(trained.state_dict())
+        return model
+
+    @torch.no_grad()
+    def _init_weights(self, module: nn.Module) -> None:
+        if module is self.ml_head or module is self.sccp_head:
+            bound = 1 / math.sqrt(module.in_features)  # as nn.Linear does
+            init.uniform_(module.weight, -bound, bound)
+            init.uniform_(module.bias, -bound, bound)
+        elif self._built_on_meta and module._non_persistent_buffers_set:
+            # such buffers are in no checkpoint, and from_pretrained leaves them uninitialised
+            name = next(name for name, other in self.backbone.named_modules() if other is module)
+            fresh = self._fresh_backbone().get_submodule(name)
+            for buffer in module._non_persistent_buffers_set:
+                if getattr(module, buffer) is not None:
+                    getattr(module, buffer).copy_(getattr(fresh, buffer))
+
+    def _fresh_backbone(self) -> nn.Module:
+        if getattr(self, "_fresh", None) is None:
+            with torch.device("cpu"):
+                self.__dict__["_fresh"] = create_backbone(self.config.architecture, **self.config.model_args)
+        return self.__dict__["_fresh"]
+
+    @classmethod
+    def from_pretrained(cls, *args: Any, **kwargs: Any) -> "AvgKForImageClassification":
+        """As in the base class."""
+        result = super().from_pretrained(*args, **kwargs)
+        model = result[0] if isinstance(result, tuple) else result
+        model.__dict__.pop("_fresh", None)
+        # tensors mapped from the file are unaligned, and unaligned heads round differently
+        for head in filter(None, (model.ml_head, model.sccp_head)):
+            head.weight.data, head.bias.data = head.weight.data.clone(), head.bias.data.clone()
+        return result
+
+    def _set_gradient_checkpointing(self, enable: bool = True, *args: Any, **kwargs: Any) -> None:
+        self.backbone.set_grad_checkpointing(enable)
+
+    def forward(
+        self,
+        pixel_values: Tensor,
+        labels: Tensor | None = None,
+        index: Tensor | None = None,
+        output_hidden_states: bool | None = None,
+        return_dict: bool | None = None,
+        **kwargs: Any,
+    ) -> AvgKOutput | tuple:
+        """Compute both heads' logits, and the objective's loss where labels are given.
+
+        Args:
+            pixel_values: Images (B, C, H, W). Grey images fit a colour backbone, and colour images a grey one.
+            labels: True classes (B,).
+            index: Position of each image in the training set (B,), for objectives that keep state per image.
+            output_hidden_states: Also return the backbone's intermediate feature maps.
+            return_dict: False for a plain tuple.
+            kwargs: Ignored, so that callers may pass what other models take.
+        """
+        pixel_values = self._match_channels(pixel_values.to(self.device, self.dtype))
+        hidden_states = None
+        if output_hidden_states if output_hidden_states is not None else self.config.output_hidden_states:
+            last, hidden_states = self.backbone.forward_intermediates(pixel_values)
+            features, hidden_states = self.backbone.forward_head(last), tuple(hidden_states)
+        else:
+            features = self.backbone(pixel_values)  # (B, d)
+        output = AvgKOutput(
+            logits=self.ml_head(features),
+            sccp_logits=None if self.sccp_head is None else self.sccp_head(features),
+            hidden_states=hidden_states,
+        )
+        if labels is not None:
+            output = AvgKOutput(loss=self._objective()(output, labels, index), **output)
+        return_dict = self.config.return_dict if return_dict is None else return_dict
+        return output if return_dict else output.to_tuple()
+
+    def _match_channels(self, pixel_values: Tensor) -> Tensor:
+        given, wanted = pixel_values.shape[1], self.config.model_args.get("in_chans", 3)
+        if given == 1 and wanted == 3:
+            return pixel_values.expand(-1, 3, -1, -1)
+        if given == 3 and wanted == 1:
+            luma = pixel_values.new_tensor([0.299, 0.587, 0.114])  # as Pillow converts to grey
+            return (pixel_values * luma[:, None, None]).sum(1, keepdim=True)
+        return pixel_values
+
+    def _objective(self) -> nn.Module:
+        try:
+            from avgk_hf.losses import make_loss
+        except ImportError as error:
+            raise ImportError("a loss needs the installed package: `pip install avgk_hf`.") from error
+        return make_loss(self.config)
+
+    def scores(self, pixel_values: Tensor) -> Tensor:
+        """The scores (B, L) in float32 that are compared with lambda_val, in evaluation mode and without gradient."""
+        was_training = self.training
+        self.eval()
+        with torch.no_grad():
+            output = self(pixel_values, return_dict=True)
+        self.train(was_training)
+        return head_scores(output.logits, output.sccp_logits, self.config.head, self.config.score)
+
+    def predict_sets(
+        self, pixel_values: Tensor, k: float | None = None, lambda_val: float | None = None, min_size: int = 0
+    ) -> list[list[int]]:
+        """The predicted set of each image: class ids, best first.
+
+        Args:
+            pixel_values: Images (B, C, H, W).
+            k: Average set size, one that was calibrated; default `config.k`.
+            lambda_val: Threshold to use instead of the calibrated one.
+            min_size: At least this many classes for each image; 0 allows empty sets.
+        """
+        lambda_val = self.config.threshold(k) if lambda_val is None else lambda_val
+        scores = self.scores(pixel_values)
+        return ranked_sets(scores, predict_sets(scores, lambda_val, min_size))
+
+    def drop_sccp_head(self) -> "AvgKForImageClassification":
+        """Remove the SCCP head, which only training needs, and return the model."""
+        if self.config.head != "ml":
+            raise ValueError(f"the SCCP head answers for this model (head={self.config.head!r}); it must stay.")
+        self.sccp_head = None
+        self.config.sccp_head = False
+        return self
+
+
+def create_backbone(name: str, **kwargs: Any) -> nn.Module:
+    """`timm.create_model` without classifier; an unknown name is refused with the nearest known ones."""
+    try:
+        return timm.create_model(name, num_classes=0, **kwargs)
+    except (RuntimeError, ValueError) as error:
+        if ":" in name or not any(text in str(error) for text in ("Unknown model", "no source prefix")):
+            raise
+        near = difflib.get_close_matches(name.split(".")[0], timm.list_models(), n=3)
+        hint = f"Did you mean {' or '.join(near)}?" if near else "`timm.list_models()` lists all of them."
+        raise ValueError(
+            f"{name!r} is neither a timm model nor a local folder. {hint} For a Hub model write `hf_hub:<repo id>`."
+        ) from None
+
+
+def _fixed_input_size(source: str) -> bool:
+    cfg = None if ":" in source else timm.get_pretrained_cfg(source, allow_unregistered=True)
+    return bool(cfg and cfg.fixed_input_size)
+
+
+def _folder_args(source: str) -> dict[str, Any]:
+    """Arguments that change the architecture and are stored beside the weights of a folder or Hub model."""
+    kind, _, location = source.partition(":")
+    if not location:
+        return {}
+    load = timm.models.load_model_config_from_path if kind == "local-dir" else timm.models.load_model_config_from_hf
+    return dict(load(location)[2] or {})
+
+
+def _portable_cfg(pretrained_cfg: dict[str, Any], in_chans: int, image_size: int | None) -> dict[str, Any]:
+    """How images are prepared, for this number of channels and size, without download addresses and local paths."""
+    cfg = {k: v for k, v in pretrained_cfg.items() if k not in ("url", "file", "state_dict", "hf_hub_id", "source")}
+    height, width = (image_size, image_size) if image_size else cfg["input_size"][1:]
+    cfg["input_size"] = [in_chans, height, width]
+    cfg.pop("num_classes", None)
+    if image_size:
+        cfg.update(crop_pct=1.0, crop_mode="center")
+        cfg.pop("test_input_size", None)
+        cfg.pop("test_crop_pct", None)
+    if in_chans == 1:
+        cfg.update(mean=[sum(cfg["mean"]) / len(cfg["mean"])], std=[sum(cfg["std"]) / len(cfg["std"])])
+    return {k: list(v) if isinstance(v, tuple) else v for k, v in cfg.items() if v is not None}

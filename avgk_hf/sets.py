@@ -1,0 +1,395 @@
+"""From scores to sets: the threshold lambda_val, the sets it gives, and what is reported about them.
+
+The mathematics of set prediction is defined here and nowhere else; model, trainer, metric and commands call it.
+For n images and L classes with scores P (n x L), Algorithm 1 of the paper puts
+
+    lambda_val = 1/2 (P_[round(K n)] + P_[round(K n) + 1]),    P_[i] the i-th largest of the n L scores,
+
+and the set of image i is {j : P_ij >= lambda_val}: K classes on average, more where the image is ambiguous.
+
+Example:
+    >>> import torch
+    >>> scores = torch.tensor([[0.9, 0.1, 0.0], [0.5, 0.4, 0.1]])  # (n=2, L=3): a clear image and an ambiguous one
+    >>> lambda_val = average_k_threshold(scores, k=1.5)
+    >>> round(lambda_val, 6)
+    0.25
+    >>> ranked_sets(scores, predict_sets(scores, lambda_val))
+    [[0], [0, 1]]
+"""
+
+import math
+from collections.abc import Iterable, Mapping
+
+import numpy as np
+import torch
+from torch import Tensor
+
+SCORES = {
+    "softmax": lambda logits: logits.softmax(-1),
+    "sigmoid": lambda logits: logits.sigmoid(),
+    "logit": lambda logits: logits,
+}
+SHOTS = {"few": (0, 20), "medium": (20, 101), "many": (101, math.inf)}  # training images of a class: [low, high)
+
+
+def score(logits: Tensor, kind: str = "softmax") -> Tensor:
+    """Turn logits (n, L) into the float32 scores (n, L) that are thresholded.
+
+    Half-precision logits are widened *before* the softmax: probabilities rounded to bfloat16 tie so often that the
+    mean set size leaves K.
+
+    Args:
+        logits: Output of one head, (n, L).
+        kind: `"softmax"`, `"sigmoid"` or `"logit"`.
+    """
+    return SCORES[kind](logits.float())
+
+
+def head_scores(logits: Tensor, sccp_logits: Tensor | None, head: str = "ml", kind: str = "softmax") -> Tensor:
+    """The scores (n, L) of one head, or the mean of both heads' scores.
+
+    Args:
+        logits: Output of the ML head, (n, L).
+        sccp_logits: Output of the SCCP head, (n, L), or None where the model has none.
+        head: `"ml"`, `"sccp"` or `"mean"`.
+        kind: As in `score`.
+    """
+    if head != "ml" and sccp_logits is None:
+        raise ValueError(f"head={head!r} needs the SCCP head, and this model has none: use `head='ml'`.")
+    if head == "mean":
+        return (score(logits, kind) + score(sccp_logits, kind)) / 2
+    return score(logits if head == "ml" else sccp_logits, kind)
+
+
+def k_key(k: float) -> str:
+    """The name under which the threshold of `k` is stored.
+
+    >>> k_key(5), k_key(5.0), k_key(1.5)
+    ('5', '5', '1.5')
+    """
+    return str(int(k)) if float(k).is_integer() else str(float(k))
+
+
+def check_k(k: float, num_labels: int | None = None) -> float:
+    """Return `k` if it is a usable average set size, a finite number in [1, L), and raise otherwise."""
+    below = math.inf if num_labels is None else num_labels
+    if isinstance(k, bool) or not isinstance(k, (int, float)) or not math.isfinite(k) or not 1 <= k < below:
+        classes = "" if num_labels is None else f" for {num_labels} classes"
+        raise ValueError(
+            f"k={k!r} must be a number in [1, {'L' if num_labels is None else num_labels}){classes}: the average "
+            "number of classes in a set. Set it to e.g. `k=2`"
+            + (f"; with {num_labels} classes no average-K set can be asked for." if num_labels == 1 else ".")
+        )
+    return k
+
+
+class AverageKThreshold:
+    """The exact lambda_val of several K from one pass over the scores, in O(K n) memory.
+
+    At most 2 (round(K_max n) + 1) values are held at any time: whatever is not above the smallest value that can
+    still matter is dropped on arrival. Any batch sizes and any order give the same, bit for bit, as sorting all n L
+    scores. CPU scores are read in place through numpy; scores on an accelerator stay there.
+
+    Args:
+        ks: Average set sizes, each in [1, L). Fractions are fine.
+        num_examples: n, the number of images that will be seen in total. It has to be known before the first batch.
+
+    Example:
+        >>> scores = torch.rand(100, 10, generator=torch.Generator().manual_seed(0))
+        >>> stream = AverageKThreshold(ks=[1, 2.5], num_examples=100)
+        >>> for batch in scores.split(32):
+        ...     stream.update(batch)
+        >>> stream.compute() == {k: average_k_threshold(scores, k) for k in (1, 2.5)}
+        True
+    """
+
+    def __init__(self, ks: Iterable[float], num_examples: int) -> None:
+        self.ks = [check_k(k) for k in ks]
+        if not self.ks:
+            raise ValueError("ks is empty: give at least one average set size, e.g. `ks=[5]`.")
+        if num_examples < 1:
+            raise ValueError(f"num_examples={num_examples}: a threshold needs at least one image to calibrate on.")
+        self.num_examples = num_examples
+        self.num_seen = 0
+        self.num_labels: int | None = None
+        self._num_needed = round(max(self.ks) * num_examples) + 1
+        self._held: np.ndarray | Tensor | None = None  # (2 x needed,), of which the first _num_held are in use
+        self._num_held = 0
+        self._bound = -math.inf  # all values above it are held; of those equal to it, _num_ties are not
+        self._num_ties = 0
+
+    def update(self, scores: Tensor | np.ndarray) -> None:
+        """Take in the scores (b, L) of the next b images."""
+        scores = torch.as_tensor(scores)
+        if scores.ndim != 2:
+            raise ValueError(f"scores of shape {tuple(scores.shape)}: expected (images, classes).")
+        if self.num_labels is None:
+            self.num_labels = scores.shape[1]
+            for k in self.ks:
+                check_k(k, self.num_labels)
+        if scores.shape[1] != self.num_labels:
+            raise ValueError(f"scores for {scores.shape[1]} classes after scores for {self.num_labels}.")
+        self.num_seen += scores.shape[0]
+        if self.num_seen > self.num_examples:
+            raise ValueError(f"more than the announced num_examples={self.num_examples} images were given.")
+        flat = scores.detach().reshape(-1).float()
+        values = flat.numpy() if flat.device.type == "cpu" else flat
+        if values.shape[0] == 0:
+            return
+        if math.isnan(float(values.max())):
+            raise ValueError(
+                f"NaN among the scores of images {self.num_seen - scores.shape[0]} to {self.num_seen - 1}: there is"
+                " no threshold. Check the logits: a lower learning rate or float32 usually cures it."
+            )
+        if self._held is None:
+            size = min(2 * self._num_needed, self.num_examples * self.num_labels)
+            self._held = np.empty(size, np.float32) if isinstance(values, np.ndarray) else flat.new_empty(size)
+        self._take(values)
+
+    def _take(self, values: np.ndarray | Tensor) -> None:
+        if self._bound > -math.inf:
+            values = self._above_bound(values)
+        while len(values):
+            part = values[: len(self._held) - self._num_held]
+            self._held[self._num_held : self._num_held + len(part)] = part
+            self._num_held += len(part)
+            values = values[len(part) :]
+            if self._num_held == len(self._held) and len(values):
+                self._compact()
+                values = self._above_bound(values)
+
+    def _above_bound(self, values: np.ndarray | Tensor) -> np.ndarray | Tensor:
+        """The values above the bound, compared strictly: enough values equal to it are held already."""
+        if isinstance(values, np.ndarray):
+            values = values[np.flatnonzero(values >= self._bound)]
+        else:
+            values = values[values >= self._bound]
+        above = values[values > self._bound]
+        self._num_ties += len(values) - len(above)
+        return above
+
+    def _compact(self) -> None:
+        """Keep the largest values that any K can need, and raise the bound to the smallest of them."""
+        needed = self._num_needed
+        if isinstance(self._held, np.ndarray):
+            self._held.partition(len(self._held) - needed)  # ascending: the largest are at the end
+            dropped, kept = self._held[:-needed], self._held[-needed:]
+            bound = float(kept[0])
+        else:
+            ordered = self._held.sort(descending=True).values
+            kept, dropped = ordered[:needed], ordered[needed:]
+            bound = float(kept[-1])
+        if bound > self._bound:
+            self._num_ties = 0
+        self._bound = bound
+        self._num_ties += int((dropped == bound).sum())
+        self._held[:needed] = kept if isinstance(kept, Tensor) else kept.copy()
+        self._num_held = needed
+
+    def _largest_first(self) -> np.ndarray:
+        held = self._held[: self._num_held]
+        held = held if isinstance(held, np.ndarray) else held.cpu().numpy()
+        return np.sort(held)[::-1]
+
+    def compute(self) -> dict[float, float]:
+        """The thresholds {K: lambda_val}, each a Python float that is exact in float32."""
+        return {k: lambda_val for k, (lambda_val, _) in self._compute().items()}
+
+    def mean_set_sizes(self) -> dict[float, float]:
+        """The mean size {K: size} of the sets on the images seen; above K only where scores tie at lambda_val."""
+        return {k: size for k, (_, size) in self._compute().items()}
+
+    def _compute(self) -> dict[float, tuple[float, float]]:
+        if self.num_seen != self.num_examples:
+            raise ValueError(
+                f"{self.num_seen} images were given, but num_examples={self.num_examples} were announced: the"
+                " threshold depends on that number. Build AverageKThreshold with the number of images you calibrate on."
+            )
+        ordered = self._largest_first()
+        result = {}
+        for k in self.ks:
+            rank = round(k * self.num_examples)
+            if rank + 1 > len(ordered):
+                raise ValueError(
+                    f"k={k_key(k)} cannot be calibrated on {self.num_examples} image(s) with {self.num_labels}"
+                    f" classes: it needs {rank + 1} scores and there are {self.num_examples * self.num_labels}. Use more"
+                    " validation images or a smaller k."
+                )
+            lambda_val = float(np.float32(0.5) * (ordered[rank - 1] + ordered[rank]))
+            at_least = len(ordered) - int(np.searchsorted(ordered[::-1], np.float32(lambda_val), side="left"))
+            if lambda_val == self._bound:
+                at_least += self._num_ties
+            result[k] = (lambda_val, at_least / self.num_examples)
+        return result
+
+
+def average_k_threshold(scores: Tensor | np.ndarray, k: float) -> float:
+    """lambda_val of Algorithm 1 for scores (n, L): the threshold that gives sets of average size `k`.
+
+    Args:
+        scores: One row per validation image, read as float32.
+        k: The average set size, in [1, L).
+
+    Example:
+        >>> average_k_threshold(torch.tensor([[4.0, 3.0, 2.0, 1.0]]), k=2)
+        2.5
+    """
+    stream = AverageKThreshold([k], num_examples=len(scores))
+    stream.update(scores)
+    return stream.compute()[k]
+
+
+def predict_sets(scores: Tensor | np.ndarray, lambda_val: float, min_size: int = 0) -> Tensor:
+    """The predicted sets {j : score_j >= lambda_val} as a boolean mask (n, L).
+
+    Args:
+        scores: (n, L), read as float32.
+        lambda_val: The threshold from validation.
+        min_size: At least this many classes for each image, the best ones; 0 allows empty sets.
+
+    Example:
+        >>> predict_sets(torch.tensor([[0.7, 0.3], [0.4, 0.35]]), lambda_val=0.5, min_size=1)
+        tensor([[ True, False],
+                [ True, False]])
+    """
+    scores = torch.as_tensor(scores).float()
+    if isinstance(lambda_val, bool) or not isinstance(lambda_val, (int, float)) or math.isnan(lambda_val):
+        raise ValueError(f"lambda_val={lambda_val!r} is not a number; take it from `average_k_threshold(scores, k)`.")
+    if not 0 <= min_size <= scores.shape[-1]:
+        raise ValueError(f"min_size={min_size} must lie in [0, {scores.shape[-1]}], the number of classes.")
+    sets = scores >= lambda_val  # (n, L)
+    if min_size:
+        sets.scatter_(-1, scores.topk(min_size, dim=-1).indices, True)
+    return sets
+
+
+def ranked_sets(scores: Tensor, sets: Tensor) -> list[list[int]]:
+    """The classes of each set, best first, from scores (n, L) and a mask (n, L)."""
+    order = scores.masked_fill(~sets, -math.inf).argsort(dim=-1, descending=True, stable=True).tolist()
+    return [row[:size] for row, size in zip(order, sets.sum(-1).tolist(), strict=True)]
+
+
+class SetStatistics:
+    """Everything that is reported about the sets of n labelled images, collected batch by batch in O(K n) memory.
+
+    Without `thresholds` it calibrates: lambda_val of every K comes from the images themselves, and the accuracies
+    from the same pass (validation). With `thresholds` it only evaluates (test).
+
+    Args:
+        ks: Average set sizes.
+        num_examples: n, the number of images that will be seen.
+        thresholds: {K: lambda_val}, or None to calibrate.
+        train_counts: Number of training images of each class, for the few / medium / many shot means.
+
+    Example:
+        >>> scores = torch.tensor([[0.9, 0.1, 0.0], [0.5, 0.4, 0.1]])
+        >>> stats = SetStatistics(ks=[1.5], num_examples=2)
+        >>> stats.update(scores, labels=torch.tensor([0, 1]))
+        >>> result = stats.compute()[1.5]
+        >>> result["average_k_accuracy"], result["mean_set_size"], result["top1_accuracy"]
+        (1.0, 1.5, 0.5)
+    """
+
+    def __init__(
+        self,
+        ks: Iterable[float],
+        num_examples: int,
+        thresholds: Mapping[float, float] | None = None,
+        train_counts: Iterable[int] | None = None,
+    ) -> None:
+        self.ks = list(ks)
+        self.thresholds = thresholds
+        self.train_counts = None if train_counts is None else np.asarray(list(train_counts))
+        self.stream = AverageKThreshold(self.ks, num_examples) if thresholds is None else None
+        self._labels: list[Tensor] = []  # each a (b,) tensor on the device of the scores, as all below
+        self._true_scores: list[Tensor] = []
+        self._best_scores: list[Tensor] = []
+        self._ranks: list[Tensor] = []
+        self._sizes: dict[float, list[Tensor]] = {k: [] for k in self.ks}
+        self._num_labels = 0
+
+    def update(self, scores: Tensor, labels: Tensor) -> None:
+        """Take in scores (b, L) and the true classes (b,) of the next b images."""
+        scores, labels = scores.detach().float(), labels.detach()
+        self._num_labels = scores.shape[-1]
+        own = scores.gather(1, labels[:, None])  # (b, 1)
+        # ties are broken by class id, so that constant scores do not count as correct
+        lower = torch.arange(scores.shape[1], device=scores.device) < labels[:, None]  # (b, L)
+        ahead = (scores > own) | ((scores == own) & lower)
+        self._labels.append(labels)
+        self._true_scores.append(own[:, 0])
+        self._best_scores.append(scores.amax(1))
+        self._ranks.append(ahead.sum(1))
+        if self.stream is not None:
+            self.stream.update(scores)
+        else:
+            for k in self.ks:
+                self._sizes[k].append((scores >= self.thresholds[k]).sum(1))
+
+    @property
+    def labels(self) -> np.ndarray:
+        """The true classes (n,) of the images seen."""
+        return _joined(self._labels)
+
+    def set_sizes(self, k: float) -> np.ndarray:
+        """The set size (n,) of every image seen; known when the thresholds were given."""
+        if self.stream is not None:
+            raise ValueError("set sizes per image are known only with given thresholds: evaluate after calibrating.")
+        return _joined(self._sizes[k])
+
+    def compute(self) -> dict[float, dict[str, float]]:
+        """For every K: lambda_val, the accuracies, and the sizes of the sets."""
+        if not self._labels:
+            raise ValueError("no images were evaluated; is the dataset empty?")
+        thresholds = self.stream.compute() if self.stream is not None else self.thresholds
+        calibrated_sizes = self.stream.mean_set_sizes() if self.stream is not None else None
+        labels, true_scores = self.labels, _joined(self._true_scores)
+        best_scores, ranks = _joined(self._best_scores), _joined(self._ranks)
+        results = {}
+        for k in self.ks:
+            lambda_val = thresholds[k]
+            correct = true_scores >= np.float32(lambda_val)
+            size = calibrated_sizes[k] if calibrated_sizes is not None else float(self.set_sizes(k).mean())
+            results[k] = {
+                "average_k_accuracy": float(correct.mean()),
+                "lambda_val": lambda_val,
+                "mean_set_size": size,
+                "empty_sets": float((best_scores < np.float32(lambda_val)).mean()),
+                "top1_accuracy": float((ranks < 1).mean()),
+                "topk_accuracy": float((ranks < int(k)).mean()),  # fractional K: a top-K set may not exceed K
+                **class_means(correct, labels, self._num_labels, self.train_counts),
+            }
+        return results
+
+
+def class_means(
+    correct: np.ndarray, labels: np.ndarray, num_labels: int, train_counts: np.ndarray | None = None
+) -> dict[str, float]:
+    """Mean over classes of the accuracy within the class, over all classes and by training count.
+
+    Classes without an image in `labels` do not count; a group without classes is left out. Few shot means fewer than
+    20 training images, medium 20 to 100, many more than 100.
+
+    Args:
+        correct: Whether each image's set holds its true class, (n,).
+        labels: True classes, (n,).
+        num_labels: L.
+        train_counts: Training images of each class, (L,).
+
+    Example:
+        >>> class_means(np.array([1, 1, 0]), np.array([0, 0, 1]), 2, np.array([200, 5]))
+        {'macro_accuracy': 0.5, 'few_shot_accuracy': 0.0, 'many_shot_accuracy': 1.0}
+    """
+    seen = np.bincount(labels, minlength=num_labels)
+    accuracy = np.bincount(labels, weights=correct, minlength=num_labels) / np.maximum(seen, 1)  # (L,)
+    means = {"macro_accuracy": float(accuracy[seen > 0].mean())}
+    if train_counts is not None:
+        for name, (low, high) in SHOTS.items():
+            group = (seen > 0) & (train_counts >= low) & (train_counts < high)
+            if group.any():
+                means[f"{name}_shot_accuracy"] = float(accuracy[group].mean())
+    return means
+
+
+def _joined(parts: list[Tensor]) -> np.ndarray:
+    return torch.cat(parts).cpu().numpy()

@@ -1,0 +1,273 @@
+"""Train one model from a recipe: `avgk train recipes/glyphs/avgk.yaml --k 3`.
+
+A recipe is a YAML file whose keys are the fields of `ModelArguments`, `DataArguments` and `AvgKTrainingArguments`;
+every one can be overridden on the command line. The same file runs on several processes with
+`accelerate launch -m avgk_hf.train recipes/glyphs/avgk.yaml`.
+"""
+
+import difflib
+import json
+import sys
+from dataclasses import dataclass, field, fields
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any, NoReturn
+
+import numpy as np
+import yaml
+from datasets import DatasetDict
+from transformers import EarlyStoppingCallback, HfArgumentParser, set_seed
+
+from . import __version__, auto  # noqa: F401  (auto makes the Auto classes know the model)
+from .data import load_splits, prepare
+from .data.transforms import AUGMENTATIONS
+from .model_card import write_model_card
+from .modeling import AvgKForImageClassification
+from .sets import SHOTS, k_key
+from .trainer import AvgKTrainer
+from .training_args import AvgKTrainingArguments
+
+
+@dataclass
+class ModelArguments:
+    """The model block of a recipe."""
+
+    model: str = field(metadata={"help": "A timm model name, a local timm folder, or hf_hub:<repo id>."})
+    pretrained: bool | None = field(default=None, metadata={"help": "Load the backbone's pretrained weights."})
+    checkpoint: str | None = field(default=None, metadata={"help": "A .safetensors file with the backbone's weights."})
+    image_size: int | None = field(default=None, metadata={"help": "Side of the square input."})
+    in_chans: int = field(default=3, metadata={"help": "Channels of the input: 3 for colour, 1 for grey."})
+    model_args: str | None = field(
+        default=None, metadata={"help": "Further arguments of timm.create_model, as JSON or a YAML mapping."}
+    )
+    objective: str = field(default="avgk", metadata={"help": "The loss to train with.", "choices": ["ce", "avgk"]})
+    k: float = field(default=5, metadata={"help": "Average set size K, in [1, number of classes)."})
+    alpha: float = field(default=1.0, metadata={"help": "Weight of the pseudo-labels in the AVG-K loss."})
+    score: str = field(
+        default="softmax", metadata={"help": "What is thresholded.", "choices": ["softmax", "sigmoid", "logit"]}
+    )
+    head: str = field(default="ml", metadata={"help": "Which head answers.", "choices": ["ml", "sccp", "mean"]})
+
+
+@dataclass
+class DataArguments:
+    """The data block of a recipe."""
+
+    dataset: str = field(metadata={"help": "glyphs, a folder of images or parquet, a saved dataset, or a Hub id."})
+    dataset_config: str | None = field(default=None, metadata={"help": "Configuration of a Hub dataset."})
+    image_column: str = field(default="image", metadata={"help": "Column that holds the images."})
+    label_column: str = field(default="label", metadata={"help": "Column that holds the classes."})
+    train_split: str = field(default="train", metadata={"help": "Split to train on."})
+    validation_split: str = field(default="validation", metadata={"help": "Split that chooses and calibrates."})
+    test_split: str = field(default="test", metadata={"help": "Split to report on; left out where it is missing."})
+    glyphs_seed: int = field(default=0, metadata={"help": "Seed of the generated images, for `dataset: glyphs`."})
+    augmentation: str = field(
+        default="none", metadata={"help": "Random changes to training images.", "choices": list(AUGMENTATIONS)}
+    )
+
+
+Arguments = tuple[ModelArguments, DataArguments, AvgKTrainingArguments]
+
+
+class _Parser(HfArgumentParser):
+    def error(self, message: str) -> NoReturn:
+        raise ValueError(f"{message} (`avgk train --help` explains the fields)")
+
+
+def parse_recipe(arguments: list[str]) -> Arguments:
+    """Read a recipe and the overrides that follow it.
+
+    Args:
+        arguments: The recipe's path, then `--field value` pairs.
+    """
+    if not arguments or arguments[0].startswith("-"):
+        raise ValueError("name a recipe, e.g. `avgk train recipes/glyphs/avgk.yaml --k 3`.")
+    path, overrides = Path(arguments[0]), arguments[1:]
+    if not path.is_file():
+        raise FileNotFoundError(f"there is no recipe {str(path)!r}.")
+    try:
+        recipe = yaml.safe_load(path.read_text())
+    except yaml.YAMLError as error:
+        raise ValueError(f"{path} is not valid YAML: {error}") from None
+    if not isinstance(recipe, dict):
+        raise ValueError(f"{path} must hold `key: value` pairs, but holds {type(recipe).__name__}.")
+    parser = _Parser((ModelArguments, DataArguments, AvgKTrainingArguments), allow_abbrev=False)
+    known = {name for block in parser.dataclass_types for name in (f.name for f in fields(block) if f.init)}
+    flags = [text[2:].split("=")[0].replace("-", "_") for text in overrides if text.startswith("--")]
+    for name, place in [*((str(key), str(path)) for key in recipe), *((flag, "the command line") for flag in flags)]:
+        if name not in known and not (name.startswith("no_") and name[3:] in known):
+            near = difflib.get_close_matches(name, sorted(known), n=1, cutoff=0.5)
+            hint = f" Did you mean {near[0]!r}?" if near else " `avgk train --help` lists the fields."
+            raise ValueError(f"unknown field {name!r} in {place}.{hint}")
+    return parser.parse_args_into_dataclasses([*_as_flags(recipe), *overrides], look_for_args_file=False)
+
+
+def _as_flags(recipe: dict[str, Any]) -> list[str]:
+    """The recipe as command line arguments, so that one parser checks both."""
+    flags = []
+    for name, value in recipe.items():
+        if value is None:
+            continue
+        flags.append(f"--{name}")
+        if isinstance(value, list):
+            flags += [str(item) for item in value]
+        else:
+            flags.append(json.dumps(value) if isinstance(value, (dict, bool)) else str(value))
+    return flags
+
+
+def build_model(arguments: ModelArguments, names: list[str]) -> AvgKForImageClassification:
+    """The model that the recipe describes, for classes of these names."""
+    try:
+        model_args = json.loads(arguments.model_args or "{}")
+    except json.JSONDecodeError as error:
+        raise ValueError(f"model_args={arguments.model_args!r} is not a mapping in JSON: {error}") from None
+    if arguments.in_chans != 3:
+        model_args["in_chans"] = arguments.in_chans
+    k = int(arguments.k) if float(arguments.k).is_integer() else arguments.k
+    return AvgKForImageClassification.from_timm(
+        arguments.model,
+        id2label=dict(enumerate(names)),
+        k=k,
+        objective=arguments.objective,
+        pretrained=arguments.pretrained,
+        checkpoint=arguments.checkpoint,
+        image_size=arguments.image_size,
+        model_args=model_args,
+        alpha=arguments.alpha,
+        score=arguments.score,
+        head=arguments.head,
+    )
+
+
+def run(
+    model_args: ModelArguments,
+    data_args: DataArguments,
+    args: AvgKTrainingArguments,
+    splits: DatasetDict | None = None,
+) -> dict[str, Any]:
+    """Train, calibrate on validation, report on test, and save everything to `args.output_dir`.
+
+    Args:
+        model_args: Model block of the recipe.
+        data_args: Data block.
+        args: Training block.
+        splits: The data, where it is loaded already.
+
+    Returns:
+        What is written to results.json: the metrics of each split, and the set sizes on test.
+    """
+    if splits is None:
+        splits = load_splits(
+            data_args.dataset,
+            data_args.dataset_config,
+            data_args.image_column,
+            data_args.label_column,
+            seed=data_args.glyphs_seed,
+        )
+    for option in ("train_split", "validation_split"):
+        if getattr(data_args, option) not in splits:
+            raise ValueError(
+                f"the dataset {data_args.dataset!r} has no split {getattr(data_args, option)!r}, only {list(splits)};"
+                f" name the right one with `{option}:`."
+            )
+    train, validation = splits[data_args.train_split], splits[data_args.validation_split]
+    set_seed(args.seed)
+    model = build_model(model_args, train.features["label"].names)
+    patience = args.early_stopping_patience
+    trainer = AvgKTrainer(
+        model=model,
+        args=args,
+        train_dataset=prepare(train, model.config, data_args.augmentation),
+        eval_dataset=prepare(validation, model.config),
+        dataset_name=data_args.dataset,
+        callbacks=[EarlyStoppingCallback(patience)] if patience else None,
+    )
+    trainer.train(resume_from_checkpoint=args.resume_from_checkpoint)
+    results: dict[str, Any] = {
+        "dataset": data_args.dataset,
+        "objective": model_args.objective,
+        "k": model.config.k,
+        "seed": args.seed,
+        "versions": {"avgk_hf": __version__, **{name: version(name) for name in ("torch", "timm", "transformers")}},
+        "validation": _plain(trainer.evaluate(), "eval_"),
+    }
+    if data_args.test_split in splits:
+        test = prepare(splits[data_args.test_split], model.config)
+        results["test"] = _plain(trainer.evaluate(test, metric_key_prefix="test"), "test_")
+        results["set_sizes"] = set_size_counts(trainer, model.config.k)
+    trainer.save_model()
+    trainer.save_state()
+    if trainer.is_world_process_zero():
+        folder = Path(args.output_dir)
+        (folder / "results.json").write_text(json.dumps(results, indent=2, ensure_ascii=False) + "\n")
+        write_model_card(folder, model.config, results, args)
+    return results
+
+
+def _plain(metrics: dict[str, float], prefix: str) -> dict[str, float]:
+    """Metrics without their prefix and without timings, which are not results."""
+    noise = ("runtime", "per_second", "preparation_time", "epoch")
+    return {name.removeprefix(prefix): value for name, value in metrics.items() if not name.endswith(noise)}
+
+
+def set_size_counts(trainer: AvgKTrainer, k: float) -> dict[str, list[int]]:
+    """How many images of the last evaluation got a set of 0, 1, 2, ... classes, for all classes and by shot."""
+    sizes, labels = trainer._statistics.set_sizes(k), trainer._statistics.labels
+    train_counts = np.asarray(trainer.model.config.train_counts)[labels]  # (n,), of each image's class
+    counts = {"all": np.bincount(sizes).tolist()}
+    for name, (low, high) in SHOTS.items():
+        group = (train_counts >= low) & (train_counts < high)
+        counts[name] = np.bincount(sizes[group]).tolist()
+    return counts
+
+
+def describe_fields() -> str:
+    """The help text: what a recipe may hold."""
+    lines = ["usage: avgk train RECIPE [--field value ...]", "", (__doc__ or "").strip()]
+    stock = {f.name for f in fields(AvgKTrainingArguments.__mro__[1])}
+    blocks = {
+        "model": fields(ModelArguments),
+        "data": fields(DataArguments),
+        "training": [f for f in fields(AvgKTrainingArguments) if f.name not in stock],
+    }
+    for title, block in blocks.items():
+        lines += ["", f"{title}:"]
+        for item in block:
+            choices = item.metadata.get("choices")
+            text = item.metadata["help"] + (f" One of {', '.join(choices)}." if choices else "")
+            lines.append(f"  {item.name:24}{text}")
+    lines += [
+        "",
+        "and every field of transformers.TrainingArguments, among them:",
+        "  output_dir, num_train_epochs, per_device_train_batch_size, learning_rate, lr_scheduler_type, optim,",
+        "  weight_decay, seed, eval_strategy, save_strategy, load_best_model_at_end, bf16, report_to,",
+        "  dataloader_num_workers, resume_from_checkpoint, push_to_hub",
+    ]
+    return "\n".join(lines)
+
+
+def summary(results: dict[str, Any], output_dir: str) -> str:
+    """A few lines for the end of a run."""
+    split = "test" if "test" in results else "validation"
+    metrics = results[split]
+    return (
+        f"{split} average-{k_key(results['k'])} accuracy {100 * metrics['average_k_accuracy']:.2f}%, mean set size"
+        f" {metrics['mean_set_size']:.2f}, top-1 {100 * metrics['top1_accuracy']:.2f}%\nsaved to {output_dir}"
+    )
+
+
+def main(arguments: list[str] | None = None) -> None:
+    """Entry point of `python -m avgk_hf.train` and `avgk train`."""
+    arguments = sys.argv[1:] if arguments is None else arguments
+    if "-h" in arguments or "--help" in arguments:
+        print(describe_fields())
+        return
+    model_args, data_args, args = parse_recipe(arguments)
+    results = run(model_args, data_args, args)
+    if args.process_index == 0:
+        print(summary(results, args.output_dir))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,43 @@
+"""`AvgKTrainingArguments`: transformers' training arguments, and the sizes to calibrate for."""
+
+from dataclasses import dataclass, field
+
+from transformers import TrainingArguments
+
+
+@dataclass
+class AvgKTrainingArguments(TrainingArguments):
+    """`TrainingArguments` with the defaults that average-K training needs.
+
+    The best checkpoint is the one with the highest validation average-K accuracy, evaluation keeps no score matrix,
+    and dataset columns are left to the transform.
+
+    Args:
+        calibrate_k: Average set sizes to compute thresholds for in every evaluation; the model's own `k` is always
+            among them.
+        early_stopping_patience: Evaluations without improvement after which `avgk train` stops.
+    """
+
+    calibrate_k: list[float] = field(
+        default_factory=list,
+        metadata={"help": "Average set sizes to compute thresholds for, besides the model's own k, e.g. 1 2 5 10."},
+    )
+    early_stopping_patience: int | None = field(
+        default=None,
+        metadata={"help": "Stop after this many evaluations without a better metric_for_best_model."},
+    )
+    metric_for_best_model: str | None = field(
+        default="average_k_accuracy", metadata={"help": "The validation metric that decides on the best checkpoint."}
+    )
+    greater_is_better: bool | None = field(
+        default=True, metadata={"help": "Whether a larger value of `metric_for_best_model` is better."}
+    )
+    remove_unused_columns: bool = field(
+        default=False, metadata={"help": "Leave this off: images are made from columns the model does not know."}
+    )
+    batch_eval_metrics: bool = field(
+        default=True, metadata={"help": "Leave this on: evaluation then needs memory for K n scores, not for n L."}
+    )
+    include_for_metrics: list[str] = field(
+        default_factory=lambda: ["loss"], metadata={"help": "Leave as it is: the evaluation loss is averaged from it."}
+    )
