@@ -108,7 +108,7 @@ class AvgKConfig(PreTrainedConfig):
 
     def set_calibration(self, thresholds: dict[float, float], record: dict[str, Any]) -> None:
         """Store the thresholds {K: lambda_val} and where they come from."""
-        self.thresholds = {k_key(k): float(lambda_val) for k, lambda_val in thresholds.items()}
+        self.thresholds = {k_key(k): float(lambda_val) for k, lambda_val in sorted(thresholds.items())}
         self.calibration = record
 
     def clear_calibration(self) -> None:

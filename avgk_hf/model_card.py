@@ -27,10 +27,9 @@ def write_model_card(folder: Path, config: AvgKConfig, results: dict[str, Any], 
     """
     split = "test" if "test" in results else "validation"
     metrics = results[split]
-    rows = [_row(k, "" if k == k_key(config.k) else f"@{k}", metrics) for k in config.thresholds]
+    rows = [_row(k, "" if k == k_key(config.k) else f"@{k}", metrics) for k in sorted(config.thresholds, key=float)]
     card_data = ModelCardData(
         library_name="avgk_hf",
-        license="apache-2.0",
         pipeline_tag="image-classification",
         tags=["timm", "average-k", "set-valued-classification"],
         model_name=folder.name,
@@ -56,7 +55,7 @@ def write_model_card(folder: Path, config: AvgKConfig, results: dict[str, Any], 
         template_path=str(TEMPLATE),
         model_name=folder.name,
         k=k_key(config.k),
-        ks=", ".join(config.thresholds),
+        ks=", ".join(sorted(config.thresholds, key=float)),
         num_labels=config.num_labels,
         results_split=split,
         rows=rows,

@@ -26,8 +26,8 @@ def contact_sheet(
     labels: Sequence[int],
     names: Sequence[str],
     path: str | Path,
-    columns: int = 8,
-    rows: int = 3,
+    columns: int = 6,
+    rows: int = 4,
     most: int = 7,
 ) -> None:
     """Images with their predicted sets below, from clear (small sets) to hopeless (large ones).
@@ -45,7 +45,7 @@ def contact_sheet(
     plt = _pyplot()
     order = sorted(range(len(images)), key=lambda i: len(sets[i]))
     shown = [order[i] for i in np.linspace(0, len(order) - 1, min(rows * columns, len(order))).astype(int)]
-    figure, axes = plt.subplots(rows, columns, figsize=(1.55 * columns, 2.6 * rows), squeeze=False)
+    figure, axes = plt.subplots(rows, columns, figsize=(1.75 * columns, 2.55 * rows), squeeze=False)
     for axis in axes.flat:
         axis.axis("off")
     for axis, i in zip(axes.flat, shown, strict=False):
@@ -61,11 +61,11 @@ def contact_sheet(
     figure.suptitle(
         "Predicted sets, from clear to hopeless (✓ the true class, ✗ missed)", fontsize=10, x=0.01, y=0.995, ha="left"
     )
-    figure.subplots_adjust(left=0.01, right=0.995, top=0.93, bottom=0.13, wspace=0.12, hspace=0.95)
+    figure.subplots_adjust(left=0.01, right=0.995, top=0.94, bottom=0.1, wspace=0.3, hspace=0.8)
     _save(figure, path)
 
 
-def _short(name: str, most: int = 20) -> str:
+def _short(name: str, most: int = 26) -> str:
     return name if len(name) <= most else name[: most - 1] + "…"
 
 

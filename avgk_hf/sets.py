@@ -203,7 +203,7 @@ class AverageKThreshold:
         if self.num_seen != self.num_examples:
             raise ValueError(
                 f"{self.num_seen} images were given, but num_examples={self.num_examples} were announced: the"
-                " threshold depends on that number. Build AverageKThreshold with the number of images you calibrate on."
+                " threshold depends on that number. Announce the number of images you calibrate on."
             )
         ordered = self._largest_first()
         result = {}
@@ -212,8 +212,8 @@ class AverageKThreshold:
             if rank + 1 > len(ordered):
                 raise ValueError(
                     f"k={k_key(k)} cannot be calibrated on {self.num_examples} image(s) with {self.num_labels}"
-                    f" classes: it needs {rank + 1} scores and there are {self.num_examples * self.num_labels}. Use more"
-                    " validation images or a smaller k."
+                    f" classes: it needs {rank + 1} scores and there are {self.num_examples * self.num_labels}. Use"
+                    " more validation images or a smaller k."
                 )
             lambda_val = float(np.float32(0.5) * (ordered[rank - 1] + ordered[rank]))
             at_least = len(ordered) - int(np.searchsorted(ordered[::-1], np.float32(lambda_val), side="left"))

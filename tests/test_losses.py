@@ -1,0 +1,179 @@
+"""The losses against hand-computed numbers and against slow, obvious code."""
+
+import math
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+from avgk_hf import AvgKOutput
+from avgk_hf.losses import LOSSES
+from avgk_hf.losses.avgk import choose_candidates
+
+
+def naive_avgk(logits, sccp_logits, labels, k, alpha):
+    """The formula of the paper with loops, in float64; gradients by autograd."""
+    batch, num_labels = logits.shape
+    log_probabilities = sccp_logits.log_softmax(1)
+    cross_entropy = -sum(log_probabilities[i, labels[i]] for i in range(batch)) / batch
+    entries = [
+        (log_probabilities[i, j].item(), i, j) for i in range(batch) for j in range(num_labels) if j != labels[i]
+    ]
+    chosen = {(i, j) for _, i, j in sorted(entries, reverse=True)[: round((k - 1) * batch)]}
+    rest = {(i, j) for _, i, j in entries} - chosen
+    loss = cross_entropy - sum(F.logsigmoid(logits[i, labels[i]]) for i in range(batch)) / batch
+    if chosen:
+        loss = loss - alpha * sum(F.logsigmoid(logits[i, j]) for i, j in chosen) / len(chosen)
+    if rest:
+        loss = loss - alpha * sum(F.logsigmoid(-logits[i, j]) for i, j in rest) / len(rest)
+    return loss
+
+
+def distinct_logits(batch, num_labels, seed, dtype):
+    """Logits, exact in half precision and without ties, so that the candidates are the same in every precision."""
+    generator = torch.Generator().manual_seed(seed)
+    rows = [torch.randperm(num_labels, generator=generator) for _ in range(batch)]
+    return ((torch.stack(rows) - num_labels // 2) * (8 + torch.arange(batch)[:, None]) / 32).to(dtype)
+
+
+def run(loss, logits, sccp_logits, labels):
+    logits = logits.clone().requires_grad_()
+    sccp_logits = sccp_logits.clone().requires_grad_()
+    value = loss(AvgKOutput(logits=logits, sccp_logits=sccp_logits), labels)
+    value.backward()
+    return value.detach(), logits.grad, sccp_logits.grad
+
+
+def test_avgk_by_hand():
+    """K = 2 on a 3 x 4 batch: three candidates, chosen over the whole batch and not per image."""
+    probabilities = torch.tensor([[0.5, 0.25, 0.125, 0.125], [0.1, 0.2, 0.3, 0.4], [0.7, 0.1, 0.1, 0.1]])
+    log3 = math.log(3)  # sigma(log 3) = 3/4, sigma(0) = 1/2, sigma(-log 3) = 1/4
+    logits = torch.tensor([[log3, 0, 0, -log3], [0, log3, log3, 0], [0, -log3, 0, -log3]])
+    labels = torch.tensor([0, 3, 1])
+    # without the labels the largest probabilities are 0.7 at (2, 0), 0.3 at (1, 2), 0.25 at (0, 1); then 0.2
+    half, quarter, three_quarters = -math.log(1 / 2), -math.log(1 / 4), -math.log(3 / 4)
+    cross_entropy = -(math.log(0.5) + math.log(0.4) + math.log(0.1)) / 3
+    of_labels = (three_quarters + half + quarter) / 3
+    of_candidates = 0.5 * (half + three_quarters + half) / 3
+    of_negatives = 0.5 * (half + three_quarters + half + quarter + half + three_quarters) / 6
+    expected = cross_entropy + of_labels + of_candidates + of_negatives
+    assert expected == pytest.approx(2.7088, abs=1e-4)
+
+    value, grad, sccp_grad = run(LOSSES["avgk"](k=2, alpha=0.5), logits, probabilities.log(), labels)
+    assert value.item() == pytest.approx(expected, abs=1e-6)
+    by_hand = torch.tensor(
+        [
+            [-0.25 / 3, -0.5 * 0.5 / 3, 0.5 * 0.5 / 6, 0.5 * 0.25 / 6],
+            [0.5 * 0.5 / 6, 0.5 * 0.75 / 6, -0.5 * 0.25 / 3, -0.5 / 3],
+            [-0.5 * 0.5 / 3, -0.75 / 3, 0.5 * 0.5 / 6, 0.5 * 0.25 / 6],
+        ]
+    )
+    assert torch.allclose(grad, by_hand, atol=1e-6)
+    assert torch.allclose(sccp_grad, (probabilities - F.one_hot(labels, 4)) / 3, atol=1e-6)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16, torch.float64])
+@pytest.mark.parametrize("k", [1, 1.5, 2, 5, 11])
+@pytest.mark.parametrize("batch", [1, 6])
+def test_avgk_equals_loops(dtype, k, batch):
+    num_labels = 12
+    for seed in range(3):
+        logits = distinct_logits(batch, num_labels, seed, dtype)
+        sccp_logits = distinct_logits(batch, num_labels, seed + 10, dtype)
+        labels = torch.randint(0, num_labels, (batch,), generator=torch.Generator().manual_seed(seed))
+        value, grad, sccp_grad = run(LOSSES["avgk"](k=k, alpha=0.7), logits, sccp_logits, labels)
+        reference = [t.double().clone().requires_grad_() for t in (logits, sccp_logits)]
+        expected = naive_avgk(*reference, labels, k, alpha=0.7)
+        expected.backward()
+        # gradients come back in the precision of the logits
+        tolerance = {"atol": 1e-6, "rtol": {torch.float16: 2e-3, torch.bfloat16: 1e-2}.get(dtype, 0)}
+        assert value.dtype == (torch.float64 if dtype == torch.float64 else torch.float32)
+        assert value.item() == pytest.approx(expected.item(), rel=1e-5)
+        assert torch.allclose(grad.double(), reference[0].grad, **tolerance)
+        assert torch.allclose(sccp_grad.double(), reference[1].grad, **tolerance)
+
+
+@pytest.mark.parametrize("k", [1, 1.5, 3, 6])
+def test_avgk_with_equal_logits(k):
+    """Everything ties: exactly the asked number of candidates is taken, and the loss does not depend on which."""
+    zeros, labels = torch.zeros(5, 7), torch.tensor([0, 1, 2, 3, 6])
+    value, grad, _ = run(LOSSES["avgk"](k=k, alpha=2.0), zeros, zeros, labels)
+    groups = 1 + 2.0 * (k > 1) + 2.0
+    assert value.item() == pytest.approx(math.log(7) + groups * math.log(2), rel=1e-6)
+    num_candidates = round((k - 1) * 5)
+    assert (grad < 0).sum().item() == 5 + num_candidates
+    first = choose_candidates(zeros.log_softmax(1), labels, num_candidates)
+    assert len(set(first.tolist())) == num_candidates
+    assert torch.equal(first, choose_candidates(zeros.log_softmax(1), labels, num_candidates))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("size", [30.0, 100.0, 1e4])
+@pytest.mark.parametrize("k", [1, 2, 6])
+def test_avgk_is_finite_for_huge_logits(dtype, size, k):
+    signs = torch.randn(4, 7, generator=torch.Generator().manual_seed(0)).sign()
+    labels = torch.tensor([0, 1, 2, 3])
+    for logits, sccp_logits in ((signs, -signs), (signs, torch.ones_like(signs)), (-signs, signs)):
+        value, grad, sccp_grad = run(
+            LOSSES["avgk"](k=k), (size * logits).to(dtype), (size * sccp_logits).to(dtype), labels
+        )
+        assert all(torch.isfinite(t).all() for t in (value, grad, sccp_grad))
+
+
+def test_candidates_are_kept_apart_where_probabilities_underflow():
+    sccp_logits = torch.tensor([[200.0, 0.0, 1.0, -1.0, 2.0]])
+    labels = torch.tensor([0])
+    assert set(choose_candidates(sccp_logits.log_softmax(1), labels, 2).tolist()) == {4, 2}
+
+
+@pytest.mark.parametrize("name", LOSSES)
+def test_bad_labels_are_refused(name):
+    loss = LOSSES[name](k=2) if name == "avgk" else LOSSES[name]()
+    outputs = AvgKOutput(logits=torch.randn(3, 4), sccp_logits=torch.randn(3, 4))
+    for wrong in (-100, -1, 4):
+        with pytest.raises(ValueError, match=rf"a label lies outside \[0, 4\).*: {wrong}\. Check"):
+            loss(outputs, torch.tensor([0, wrong, 1]))
+    with pytest.raises(ValueError, match="mixup"):
+        loss(outputs, torch.rand(3, 4))
+
+
+@pytest.mark.parametrize("name", LOSSES)
+def test_gradcheck(name):
+    loss = LOSSES[name](k=2.5, alpha=0.5) if name == "avgk" else LOSSES[name]()
+    labels = torch.tensor([0, 3, 2])
+    logits, sccp_logits = (distinct_logits(3, 5, seed, torch.float64).requires_grad_() for seed in (0, 1))
+    assert torch.autograd.gradcheck(
+        lambda z, z2: loss(AvgKOutput(logits=z, sccp_logits=z2), labels) + 0 * z2.sum(), (logits, sccp_logits)
+    )
+
+
+@pytest.mark.parametrize("name", LOSSES)
+def test_autocast_computes_in_float32(name):
+    loss = LOSSES[name](k=2) if name == "avgk" else LOSSES[name]()
+    features, head = torch.randn(4, 8), torch.nn.Linear(8, 6)
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        logits = head(features)
+        value = loss(AvgKOutput(logits=logits, sccp_logits=logits), torch.tensor([0, 1, 2, 5]))
+    assert logits.dtype == torch.bfloat16 and value.dtype == torch.float32
+    value.backward()
+    assert torch.isfinite(head.weight.grad).all()
+
+
+def test_backward_twice_with_retained_graph():
+    logits = torch.randn(4, 6, requires_grad=True)
+    value = LOSSES["avgk"](k=2)(AvgKOutput(logits=logits, sccp_logits=logits), torch.tensor([0, 1, 2, 5]))
+    (first,) = torch.autograd.grad(value, logits, retain_graph=True)
+    (second,) = torch.autograd.grad(value, logits)
+    assert torch.equal(first, second)
+
+
+def test_avgk_refuses_what_it_cannot_do():
+    outputs = AvgKOutput(logits=torch.randn(3, 4), sccp_logits=torch.randn(3, 4))
+    with pytest.raises(ValueError, match=r"k=4 must lie in \[1, 4\)"):
+        LOSSES["avgk"](k=4)(outputs, torch.tensor([0, 1, 2]))
+    with pytest.raises(ValueError, match=r"k=0.5 must be at least 1"):
+        LOSSES["avgk"](k=0.5)
+    with pytest.raises(ValueError, match="alpha=-1"):
+        LOSSES["avgk"](k=2, alpha=-1)
+    with pytest.raises(ValueError, match="needs `sccp_logits`"):
+        LOSSES["avgk"](k=2)(AvgKOutput(logits=torch.randn(3, 4)), torch.tensor([0, 1, 2]))
