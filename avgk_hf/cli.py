@@ -23,8 +23,7 @@ def build_parser() -> argparse.ArgumentParser:
     demo = commands.add_parser("demo", help="train CE and AVG-K on generated glyphs and compare them (3 minutes)")
     demo.add_argument("--out", default="runs/demo", help="folder for models, pictures and table (%(default)s)")
 
-    train = commands.add_parser("train", help="train a model from a recipe", add_help=False)
-    train.add_argument("arguments", nargs=argparse.REMAINDER)
+    commands.add_parser("train", help="train a model from a recipe")
 
     for name, text in (
         ("calibrate", "compute a model's thresholds on validation images"),
@@ -156,7 +155,11 @@ COMMANDS = {
 
 def main(arguments: list[str] | None = None) -> int:
     """Entry point of `avgk`; returns the exit code."""
-    args = build_parser().parse_args(arguments)
+    arguments = sys.argv[1:] if arguments is None else arguments
+    if arguments[:1] == ["train"]:  # its options are the recipe's fields, which only the training code knows
+        args = argparse.Namespace(command="train", arguments=arguments[1:])
+    else:
+        args = build_parser().parse_args(arguments)
     try:
         COMMANDS[args.command](args)
     except (ValueError, OSError, ImportError) as error:

@@ -77,12 +77,12 @@ class AvgKConfig(PreTrainedConfig):
     @classmethod
     def from_dict(cls, config_dict: dict[str, Any], **kwargs: Any) -> "AvgKConfig":
         """As in the base class; thresholds of another number of classes are dropped with the old head."""
-        result = super().from_dict(config_dict, **kwargs)
-        config = result[0] if isinstance(result, tuple) else result
-        if "id2label" in config_dict and len(config_dict["id2label"]) != config.num_labels:
-            config.clear_calibration()
-            config.train_counts = None
-        return result
+        stored = len(config_dict.get("id2label") or {})
+        wanted = len(kwargs["id2label"]) if "id2label" in kwargs else kwargs.get("num_labels", stored)
+        if stored and wanted != stored:
+            stale = ("thresholds", "calibration", "train_counts")
+            config_dict = {name: value for name, value in config_dict.items() if name not in stale}
+        return super().from_dict(config_dict, **kwargs)
 
     def to_diff_dict(self) -> dict[str, Any]:
         """What is written to config.json: also those defaults that other readers of the file depend on."""

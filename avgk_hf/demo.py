@@ -36,7 +36,8 @@ def table(results: dict[str, dict[str, Any]]) -> str:
     }
     lines = ["| | " + " | ".join(columns) + " |", "|---" * (len(columns) + 1) + "|"]
     for name, result in results.items():
-        cells = [f"{scale * result['test'][metric]:.2f}" for metric, scale in columns.values()]
+        values = [(result["test"].get(metric), scale) for metric, scale in columns.values()]
+        cells = ["–" if value is None else f"{scale * value:.2f}" for value, scale in values]
         lines.append(f"| {name} | " + " | ".join(cells) + " |")
     return "\n".join(lines)
 

@@ -4,6 +4,7 @@ This file and those it imports also travel with a saved model as remote code, so
 """
 
 import difflib
+import json
 import math
 from dataclasses import dataclass
 from pathlib import Path
@@ -109,7 +110,7 @@ class AvgKForImageClassification(PreTrainedModel):
 
         is_folder = Path(name).is_dir()
         source = f"local-dir:{name}" if is_folder else name
-        model_args = dict(model_args or {})
+        model_args = {**_stored_args(source), **(model_args or {})}
         if pretrained is None:
             pretrained = is_folder or ":" in name or checkpoint is not None
         overlay = None
@@ -127,7 +128,7 @@ class AvgKForImageClassification(PreTrainedModel):
         pretrained_cfg = _portable_cfg(trained.pretrained_cfg, model_args.get("in_chans", 3), image_size)
         config = cls.config_class(
             architecture=pretrained_cfg["architecture"],
-            model_args={**_folder_args(source), **model_args},
+            model_args=model_args,
             pretrained_cfg=pretrained_cfg,
             k=k,
             objective=objective,
@@ -276,13 +277,14 @@ def _fixed_input_size(source: str) -> bool:
     return bool(cfg and cfg.fixed_input_size)
 
 
-def _folder_args(source: str) -> dict[str, Any]:
+def _stored_args(source: str) -> dict[str, Any]:
     """Arguments that change the architecture and are stored beside the weights of a folder or Hub model."""
     kind, _, location = source.partition(":")
     if not location:
         return {}
-    load = timm.models.load_model_config_from_path if kind == "local-dir" else timm.models.load_model_config_from_hf
-    return dict(load(location)[2] or {})
+    if kind == "local-dir":
+        return dict(json.loads((Path(location) / "config.json").read_text()).get("model_args") or {})
+    return dict(timm.models.load_model_config_from_hf(location)[2] or {})
 
 
 def _portable_cfg(pretrained_cfg: dict[str, Any], in_chans: int, image_size: int | None) -> dict[str, Any]:

@@ -35,13 +35,15 @@ def load_splits(
         raise FileNotFoundError(f"dataset={dataset!r}: there is no such folder.")
     if folder.is_dir() and not any(folder.iterdir()):
         raise ValueError(f"dataset={dataset!r} is an empty folder; images belong in {dataset}/train/<class>/.")
-    if (folder / "dataset_dict.json").exists():
-        splits = load_from_disk(dataset)
-    elif (folder / "dataset_info.json").exists():
-        splits = load_from_disk(dataset)
+    saved = (folder / "dataset_dict.json").exists() or (folder / "dataset_info.json").exists()
+    try:
+        splits = load_from_disk(dataset) if saved else load_dataset(dataset, config_name)
+    except (IndexError, ValueError) as error:  # datasets has no error of its own for a split without rows
+        if isinstance(error, ValueError) and "no data" not in str(error):
+            raise
+        raise ValueError(f"dataset {dataset!r} is empty.") from None
+    if isinstance(splits, Dataset):
         splits = DatasetDict({str(splits.split or "train"): splits})
-    else:
-        splits = load_dataset(dataset, config_name)
     names = _class_names(splits, dataset, image_column, label_column)
     return DatasetDict(
         {name: _to_contract(split, names, image_column, label_column) for name, split in splits.items()}

@@ -1,0 +1,152 @@
+"""The commands as a user types them."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+import avgk_hf
+from avgk_hf.cli import build_parser, main
+
+ROOT = Path(__file__).parent.parent
+
+
+@pytest.fixture(scope="module")
+def model_folder(tmp_path_factory, image_folder):
+    """A model trained for one epoch and calibrated for K = 1, 2 and 3."""
+    from avgk_hf.train import main as train
+    from conftest import RECIPE
+
+    folder = tmp_path_factory.mktemp("cli")
+    (folder / "recipe.yaml").write_text(RECIPE.format(dataset=image_folder, output=folder / "run"))
+    train([str(folder / "recipe.yaml"), "--num_train_epochs", "1"])
+    return folder / "run"
+
+
+def test_help_and_version_load_nothing_heavy():
+    code = (
+        "import sys\nfrom avgk_hf.cli import main\n"
+        "try: main(sys.argv[1:])\nexcept SystemExit: pass\n"
+        "heavy = {'torch', 'transformers', 'timm', 'datasets', 'numpy'} & set(sys.modules)\n"
+        "assert not heavy, heavy"
+    )
+    for arguments, expected in (["--help"], "COMMAND"), (["--version"], avgk_hf.__version__):
+        run = subprocess.run([sys.executable, "-c", code, *arguments], capture_output=True, text=True, check=True)
+        assert expected in run.stdout
+
+
+def test_every_command_has_help(capsys):
+    commands = build_parser()._subparsers._group_actions[0].choices
+    for command in commands:
+        if command != "train":
+            with pytest.raises(SystemExit) as stop:
+                main([command, "--help"])
+            assert stop.value.code == 0
+            assert "usage: avgk " + command in capsys.readouterr().out
+    assert main(["train", "--help"]) == 0
+
+
+def test_predict_prints_sets_best_first(model_folder, image_folder, capsys):
+    images = [str(image_folder / "test" / "oak" / "0.png"), str(image_folder / "test" / "ash" / "1.png")]
+    assert main(["predict", str(model_folder), *images, "--k", "3", "--json"]) == 0
+    predictions = json.loads(capsys.readouterr().out)
+    assert [item["image"] for item in predictions] == images
+    for item in predictions:
+        scores = [found["score"] for found in item["set"]]
+        assert scores == sorted(scores, reverse=True) and len(scores) >= 1
+    assert main(["predict", str(model_folder), images[0], "--lambda-val", "0"]) == 0
+    text = capsys.readouterr().out
+    assert text.startswith(f"{images[0]}: 6 classes\n") and all(name in text for name in ("ash", "oak", "fir"))
+
+
+def test_evaluate_and_calibrate(model_folder, image_folder, tmp_path, capsys):
+    before = json.loads((model_folder / "config.json").read_text())["thresholds"]
+    out = tmp_path / "new" / "metrics.json"
+    assert main(["evaluate", str(model_folder), str(image_folder), "--out", str(out), "--json"]) == 0
+    metrics = json.loads(out.read_text())
+    assert metrics == json.loads(capsys.readouterr().out[-len(out.read_text()) :])
+    assert metrics["lambda_val"] == before["2"] and "average_k_accuracy@3" in metrics
+    assert json.loads((model_folder / "config.json").read_text())["thresholds"] == before
+
+    arguments = [
+        "calibrate",
+        str(model_folder),
+        str(image_folder),
+        "--k",
+        "1.5",
+        "4",
+        "--out",
+        str(tmp_path / "model"),
+    ]
+    assert main(arguments) == 0
+    assert f"thresholds written to {tmp_path / 'model'}" in capsys.readouterr().out
+    config = json.loads((tmp_path / "model" / "config.json").read_text())
+    assert set(config["thresholds"]) == {"1.5", "2", "4"}
+    assert config["calibration"]["num_examples"] == 30
+    assert main(["calibrate", str(tmp_path / "model"), str(image_folder), "--k", "5"]) == 0
+    assert set(json.loads((tmp_path / "model" / "config.json").read_text())["thresholds"]) == {"2", "5"}
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["predict", "MODEL", "nothing.png"], "nothing.png: there is no such file"),
+        (["predict", "MODEL", "IMAGES/../conf.jpg"], "there is no such file"),
+        (["predict", "MODEL", "IMAGE", "--k", "4"], "no threshold is stored for k=4"),
+        (["predict", "MODEL", "IMAGE", "--k", "9"], "k=9.0 must be a number in [1, 6)"),
+        (["predict", "./nowhere", "IMAGE"], "there is no model folder './nowhere'"),
+        (["predict", "IMAGES", "IMAGE"], "holds no config.json"),
+        (["evaluate", "MODEL", "IMAGES", "--split", "dev"], "has no split 'dev'"),
+        (["evaluate", "MODEL", "IMAGES", "--k", "4"], "no threshold is stored for k=4"),
+        (["train", "nowhere.yaml"], "there is no recipe 'nowhere.yaml'"),
+        (["train"], "name a recipe"),
+    ],
+)
+def test_errors_are_one_clear_line(arguments, message, model_folder, image_folder, capsys, monkeypatch):
+    places = {"MODEL": str(model_folder), "IMAGES": str(image_folder)}
+    places["IMAGE"] = str(image_folder / "test" / "oak" / "0.png")
+    arguments = [places.get(a, a.replace("IMAGES", places["IMAGES"])) for a in arguments]
+    assert main(arguments) == 2
+    error = capsys.readouterr().err
+    assert message in error and "Traceback" not in error
+    monkeypatch.setenv("AVGK_DEBUG", "1")
+    with pytest.raises((ValueError, OSError)):
+        main(arguments)
+
+
+def test_demo_on_one_epoch(tmp_path, monkeypatch, capsys):
+    """The real demo on a tenth of the images, so that every file it promises is written by the same code."""
+    from avgk_hf import demo
+    from avgk_hf.data.glyphs import load_glyphs
+
+    full = load_glyphs(progress=False)
+    monkeypatch.setattr(
+        demo, "load_splits", lambda *args, **kwargs: type(full)({n: s.shard(10, 0) for n, s in full.items()})
+    )
+    results = demo.demo(tmp_path, ["--num_train_epochs", "1", "--disable_tqdm", "true"])
+    text = capsys.readouterr().out
+    assert set(results) == {"CE", "AVG-K"} and demo.table(results) in text
+    for name in ("contact_sheet.png", "set_sizes.png", "table.md", "results.json"):
+        assert (tmp_path / name).stat().st_size > 100 and (name in text or name == "results.json")
+    for objective in ("ce", "avgk"):
+        assert {"model.safetensors", "config.json", "README.md", "results.json"} <= {
+            path.name for path in (tmp_path / objective).iterdir()
+        }
+
+
+def test_glyphs_command(tmp_path, capsys, monkeypatch):
+    from avgk_hf.data import glyphs
+
+    monkeypatch.setattr(glyphs, "VALIDATION_IMAGES", 20)
+    monkeypatch.setattr(glyphs, "TEST_IMAGES", 20)
+    monkeypatch.setattr(glyphs, "train_counts", lambda: __import__("numpy").full(120, 1))
+    assert main(["glyphs", "--out", str(tmp_path / "g"), "--seed", "4"]) == 0
+    assert len(list((tmp_path / "g" / "train").rglob("*.png"))) == 120
+    assert "dataset:" in capsys.readouterr().out
+
+
+def test_recipes_are_in_the_wheel_and_the_version_is_one():
+    assert '"recipes" = "avgk_hf/recipes"' in (ROOT / "pyproject.toml").read_text()
+    assert f"## {avgk_hf.__version__}" in (ROOT / "CHANGELOG.md").read_text()

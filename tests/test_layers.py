@@ -1,0 +1,63 @@
+"""Imports go one way, and the public names are those of the README."""
+
+import ast
+from pathlib import Path
+
+import avgk_hf
+
+ROOT = Path(__file__).parent.parent
+PACKAGE = ROOT / "avgk_hf"
+LAYERS = [
+    {"sets", "data"},
+    {"configuration"},
+    {"modeling", "losses"},
+    {"auto", "training_args", "trainer"},
+    {"model_card", "plots", "calibrate"},
+    {"train"},
+    {"demo"},
+    {"cli"},
+]
+REMOTE = {"configuration", "modeling", "sets"}
+
+
+def imports(path: Path) -> set[str]:
+    """The modules of this package that a file imports, anywhere in it."""
+    inside = list(path.relative_to(PACKAGE).parts[:-1])
+    found = set()
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.ImportFrom) and node.level:
+            base = inside[: len(inside) + 1 - node.level]
+            names = [node.module] if node.module else [alias.name for alias in node.names]
+            found |= {(*base, *name.split("."))[0] for name in names}
+        elif isinstance(node, ast.ImportFrom) and (node.module or "").startswith("avgk_hf."):
+            found.add(node.module.split(".")[1])
+    return found - {"__version__"}
+
+
+def test_imports_go_down():
+    level = {name: i for i, names in enumerate(LAYERS) for name in names}
+    files = [path for path in PACKAGE.rglob("*.py") if path != PACKAGE / "__init__.py"]
+    assert {path.relative_to(PACKAGE).parts[0].removesuffix(".py") for path in files} == set(level)
+    for path in files:
+        own = path.relative_to(PACKAGE).parts[0].removesuffix(".py")
+        for other in imports(path) - {own, "AvgKForImageClassification"}:
+            allowed = level[other] < level[own] or (own, other) in {
+                ("trainer", "training_args"),
+                ("modeling", "losses"),
+            }
+            assert allowed, f"{path.name} ({own}) imports {other}"
+
+
+def test_inference_files_stay_flat():
+    """Only configuration, modeling and sets travel with a saved model."""
+    for name in REMOTE:
+        for node in (PACKAGE / f"{name}.py").read_text().splitlines():
+            if node.startswith(("from .", "import avgk_hf", "from avgk_hf")):
+                assert node.split()[1].lstrip(".") in REMOTE
+
+
+def test_public_names_exist_and_are_documented():
+    readme = (ROOT / "README.md").read_text()
+    for name in avgk_hf.__all__:
+        assert getattr(avgk_hf, name) is not None
+        assert name == "__version__" or f"`{name}" in readme, f"{name} is not in the README"

@@ -1,0 +1,225 @@
+"""The model: any timm backbone, exact save and load, sets, and clear refusals."""
+
+import json
+
+import pytest
+import timm
+import torch
+from safetensors.torch import load_file, save_file
+from transformers import AutoConfig, AutoImageProcessor, AutoModelForImageClassification
+
+from avgk_hf import AvgKConfig, AvgKForImageClassification
+from avgk_hf.losses import LOSSES
+
+BACKBONES = ["test_resnet", "test_vit", "test_convnext", "test_efficientnet"]
+IMAGES = torch.rand(4, 3, 32, 32, generator=torch.Generator().manual_seed(0))
+
+
+@pytest.mark.parametrize("name", BACKBONES)
+def test_save_and_load_give_identical_logits(name, make_model, tmp_path):
+    model = make_model(name).eval()
+    model.config.set_calibration({2: 0.1234567, 1.5: 0.3}, {"num_examples": 30, "split": "validation"})
+    model.save_pretrained(tmp_path)
+    loaded = AvgKForImageClassification.from_pretrained(tmp_path).eval()
+    assert (tmp_path / "model.safetensors").is_file()
+    before, after = model(IMAGES), loaded(IMAGES)
+    assert torch.equal(before.logits, after.logits) and torch.equal(before.sccp_logits, after.sccp_logits)
+    assert model.state_dict().keys() == loaded.state_dict().keys()
+    buffers = dict(loaded.named_buffers())
+    assert all(torch.equal(value, buffers[key]) for key, value in model.named_buffers())
+    assert loaded.config.thresholds == {"1.5": 0.3, "2": 0.1234567}
+    assert loaded.config.calibration == model.config.calibration
+    assert loaded.predict_sets(IMAGES) == model.predict_sets(IMAGES)
+
+
+def test_non_persistent_buffers_survive_loading(make_model, tmp_path):
+    """Such buffers are in no checkpoint; without care from_pretrained leaves them uninitialised."""
+    name = "levit_128s"
+    assert any(m._non_persistent_buffers_set for m in timm.create_model(name, num_classes=0).modules())
+    model = make_model(name, image_size=None).eval()
+    model.save_pretrained(tmp_path)
+    loaded = AvgKForImageClassification.from_pretrained(tmp_path).eval()
+    assert all(torch.equal(a, b) for a, b in zip(model.buffers(), loaded.buffers(), strict=True))
+    images = torch.rand(2, 3, 224, 224)
+    assert torch.equal(model(images).logits, loaded(images).logits)
+    assert "_fresh" not in loaded.__dict__
+
+
+def test_auto_classes_load_a_saved_model(make_model, tmp_path):
+    model = make_model().eval()
+    model.save_pretrained(tmp_path)
+    assert isinstance(AutoConfig.from_pretrained(tmp_path), AvgKConfig)
+    loaded = AutoModelForImageClassification.from_pretrained(tmp_path).eval()
+    assert torch.equal(loaded(IMAGES).logits, model(IMAGES).logits)
+    processor = AutoImageProcessor.from_pretrained(tmp_path)
+    assert processor([IMAGES[0].numpy()])["pixel_values"].shape == (1, 3, 32, 32)
+
+
+def test_weights_of_a_local_timm_folder(tmp_path):
+    original = timm.create_model("test_resnet", num_classes=17, in_chans=1)
+    timm.models.save_for_hf(original, tmp_path / "timm", model_args={"in_chans": 1})
+    for name in (str(tmp_path / "timm"), f"local-dir:{tmp_path / 'timm'}"):
+        model = AvgKForImageClassification.from_timm(name, num_labels=5, k=2)
+        assert model.config.architecture == "test_resnet" and model.config.model_args == {"in_chans": 1}
+        own = model.backbone.state_dict()
+        assert all(torch.equal(value, own[key]) for key, value in original.state_dict().items() if key in own)
+    assert str(tmp_path) not in json.dumps(model.config.to_dict())  # no path of this machine in a saved model
+
+
+def test_weights_of_a_safetensors_file(tmp_path):
+    original = timm.create_model("test_resnet")
+    save_file(original.state_dict(), tmp_path / "weights.safetensors")
+    checkpoint = str(tmp_path / "weights.safetensors")
+    model = AvgKForImageClassification.from_timm("test_resnet", num_labels=5, k=2, checkpoint=checkpoint)
+    assert torch.equal(model.backbone.conv1[0].weight, original.conv1[0].weight)
+    model.save_pretrained(tmp_path / "model")
+    assert set(load_file(tmp_path / "model" / "model.safetensors")) == set(model.state_dict())
+    with pytest.raises(ValueError, match=r"weights.pth.*is not a .safetensors file"):
+        AvgKForImageClassification.from_timm("test_resnet", 5, k=2, checkpoint=str(tmp_path / "weights.pth"))
+
+
+def test_init_keeps_timm_weights_and_fresh_heads_differ(make_model):
+    torch.manual_seed(3)
+    reference = timm.create_model("test_resnet", num_classes=0)
+    torch.manual_seed(3)
+    model = AvgKForImageClassification.from_timm("test_resnet", num_labels=6, k=2)
+    assert torch.equal(model.backbone.conv1[0].weight, reference.conv1[0].weight)
+    assert not torch.equal(model.ml_head.weight, model.sccp_head.weight)
+
+
+@pytest.mark.parametrize("in_chans", [1, 3])
+def test_grey_and_colour_input(in_chans, make_model):
+    model = make_model(model_args={"in_chans": in_chans}).eval()
+    grey = torch.rand(2, 1, 32, 32)
+    assert model.config.pretrained_cfg["input_size"] == [in_chans, 32, 32]
+    as_grey, as_colour = model(grey).logits, model(grey.expand(-1, 3, -1, -1)).logits
+    assert as_grey.shape == (2, 6)
+    assert torch.allclose(as_grey, as_colour, atol=1e-5)
+
+
+@pytest.mark.parametrize("objective", LOSSES)
+def test_forward_with_labels_trains_in_a_plain_loop(objective, make_model):
+    model = make_model(objective=objective).train()
+    assert (model.sccp_head is not None) == (objective == "avgk")
+    labels = torch.tensor([0, 1, 2, 5])
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
+    losses = []
+    for _ in range(8):
+        output = model(IMAGES, labels=labels)
+        losses.append(output.loss.item())
+        optimizer.zero_grad()
+        output.loss.backward()
+        optimizer.step()
+    expected = LOSSES[objective](**({"k": 2} if objective == "avgk" else {}))
+    output = model(IMAGES, labels=labels)
+    assert output.loss.item() == pytest.approx(expected(output, labels).item())
+    assert losses[-1] < losses[0]
+
+
+def test_tuple_output_and_hidden_states(make_model):
+    model = make_model().eval()
+    logits, sccp_logits = model(IMAGES, return_dict=False)
+    output = model(IMAGES, output_hidden_states=True)
+    assert torch.allclose(output.logits, logits, atol=1e-6) and sccp_logits.shape == (4, 6)
+    assert len(output.hidden_states) > 1
+
+
+def test_half_precision_model_accepts_float_images(make_model):
+    model = make_model().eval().to(torch.bfloat16)
+    assert model.scores(IMAGES).dtype == torch.float32
+
+
+def test_predict_sets(make_model):
+    model = make_model().train()
+    scores = model.scores(IMAGES)
+    model.config.set_calibration({2: float(scores.max()), 3: 0.0}, {})
+    assert model.training  # prediction leaves the mode as it was
+    sets = model.predict_sets(IMAGES)
+    assert sorted(len(s) for s in sets) == [0, 0, 0, 1]
+    assert all(len(s) == 6 for s in model.predict_sets(IMAGES, k=3))
+    assert model.predict_sets(IMAGES, lambda_val=2.0, min_size=1) == scores.argmax(1)[:, None].tolist()
+    best_first = model.predict_sets(IMAGES, k=3)[0]
+    assert best_first == scores[0].argsort(descending=True).tolist()
+
+
+def test_uncalibrated_model_and_unknown_k_are_refused(make_model):
+    model = make_model()
+    with pytest.raises(ValueError, match=r"no thresholds.*`avgk calibrate MODEL DATASET`"):
+        model.predict_sets(IMAGES)
+    model.config.set_calibration({2: 0.1, 3: 0.05}, {})
+    with pytest.raises(ValueError, match=r"no threshold is stored for k=2.5.*calibrated for k in 2, 3.*--k 2.5"):
+        model.predict_sets(IMAGES, k=2.5)
+    with pytest.raises(ValueError, match=r"k=6 must be a number in \[1, 6\)"):
+        model.predict_sets(IMAGES, k=6)
+
+
+def test_drop_sccp_head(make_model, tmp_path):
+    model = make_model().eval()
+    model.config.set_calibration({2: 0.1}, {})
+    sets = model.predict_sets(IMAGES)
+    assert model.drop_sccp_head() is model
+    model.save_pretrained(tmp_path)
+    loaded = AvgKForImageClassification.from_pretrained(tmp_path)
+    assert loaded.sccp_head is None and loaded.predict_sets(IMAGES) == sets
+    assert not any("sccp" in key for key in load_file(tmp_path / "model.safetensors"))
+    with pytest.raises(ValueError, match="head='sccp'"):
+        make_model(head="sccp").drop_sccp_head()
+
+
+def test_another_number_of_classes_drops_the_thresholds(make_model, tmp_path):
+    model = make_model(train_counts=[1, 2, 3, 4, 5, 6])
+    model.config.set_calibration({2: 0.1}, {})
+    model.save_pretrained(tmp_path)
+    loaded = AvgKForImageClassification.from_pretrained(tmp_path, num_labels=9, ignore_mismatched_sizes=True)
+    assert loaded.ml_head.out_features == 9
+    assert loaded.config.thresholds == {} and loaded.config.train_counts is None
+
+
+@pytest.mark.parametrize("k", [0, 0.9, 6, 100])
+def test_k_outside_the_range_is_refused_when_the_model_is_built(k):
+    with pytest.raises(ValueError, match=rf"k={k} must be a number in \[1, 6\) for 6 classes"):
+        AvgKForImageClassification.from_timm("test_resnet", num_labels=6, k=k)
+    with pytest.raises(ValueError, match=rf"k={k} must be a number in \[1, 6\)"):
+        AvgKForImageClassification(AvgKConfig(architecture="test_resnet", num_labels=6, k=k))
+
+
+def test_unknown_names_are_refused_with_near_ones():
+    with pytest.raises(ValueError, match=r"'resnet81' is neither a timm model.*Did you mean resnet18"):
+        AvgKForImageClassification.from_timm("resnet81", num_labels=6, k=2)
+    with pytest.raises(ValueError, match=r"'some/folder' is neither a timm model nor a local folder"):
+        AvgKForImageClassification.from_timm("some/folder", num_labels=6, k=2)
+    with pytest.raises(ValueError, match="pass `num_labels=` or `id2label=`"):
+        AvgKForImageClassification.from_timm("test_resnet", k=2)
+
+
+@pytest.mark.parametrize(
+    ("field", "value", "message"),
+    [
+        ("thresholds", {"2": float("nan")}, r"config.thresholds\['2'\]=nan is not a finite number"),
+        ("thresholds", {"2": float("inf")}, r"config.thresholds\['2'\]=inf"),
+        ("thresholds", {"10": 0.1}, "config.thresholds has the key '10'"),
+        ("thresholds", {"0.5": 0.1}, "config.thresholds has the key '0.5'"),
+        ("thresholds", {"two": 0.1}, "config.thresholds has the key 'two'"),
+        ("thresholds", {"2": "0.1"}, "thresholds"),
+        ("objective", "hinge", r"config.objective='hinge' is unknown; choose one of \['ce', 'avgk'"),
+        ("score", "softmin", "config.score='softmin' is unknown"),
+        ("head", "both", "config.head='both' is unknown"),
+        ("alpha", -1.0, "config.alpha=-1.0"),
+        ("train_counts", [1, 2], "config.train_counts has 2 values for 6 classes"),
+    ],
+)
+def test_bad_config_fields_are_refused_by_name(field, value, message):
+    with pytest.raises(Exception, match=message):
+        AvgKConfig(num_labels=6, **{field: value})
+
+
+def test_gradient_checkpointing_gives_the_same_gradients(make_model):
+    labels = torch.tensor([0, 1, 2, 5])
+    gradients = []
+    for checkpointing in (False, True):
+        model = make_model("test_vit").train()
+        if checkpointing:
+            model.gradient_checkpointing_enable()
+        model(IMAGES, labels=labels).loss.backward()
+        gradients.append(model.backbone.patch_embed.proj.weight.grad)
+    assert torch.allclose(*gradients, atol=1e-6)

@@ -1,0 +1,129 @@
+"""Recipes: how they are read, what they refuse, and the whole way of an image through one."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from avgk_hf import AvgKForImageClassification, load_splits, prepare
+from avgk_hf.train import describe_fields, main, parse_recipe
+
+ROOT = Path(__file__).parent.parent
+RECIPES = sorted((ROOT / "recipes").glob("*/*.yaml"))
+
+
+def test_the_whole_way(recipe, image_folder, tmp_path):
+    """Recipe -> two epochs -> checkpoint -> from_pretrained in a new process -> the same sets."""
+    main([str(recipe)])
+    run = tmp_path / "run"
+    model = AvgKForImageClassification.from_pretrained(run)
+    test = load_splits(str(image_folder))["test"]
+    pixels = torch.stack([row["pixel_values"] for row in prepare(test, model.config)])
+    sets = model.predict_sets(pixels, min_size=1)
+    results = json.loads((run / "results.json").read_text())
+    assert results["test"]["mean_set_size"] == pytest.approx(
+        sum(map(len, model.predict_sets(pixels))) / len(test), abs=1e-9
+    )
+    assert sum(results["set_sizes"]["all"]) == len(test)
+    assert results["validation"]["lambda_val"] == model.config.thresholds["2"]
+    assert "average-2 accuracy" in (run / "README.md").read_text()
+
+    folder, names = image_folder / "test", model.config.id2label
+    images = [str(path) for name in names.values() for path in sorted((folder / name).glob("*.png"))]
+    environment = {**os.environ, "HF_HUB_OFFLINE": "1"}
+    command = [sys.executable, "-m", "avgk_hf.cli", "predict", str(run), *images, "--json"]
+    output = subprocess.run(command, capture_output=True, text=True, env=environment, check=True).stdout
+    by_name = {item["image"]: [found["label"] for found in item["set"]] for item in json.loads(output)}
+    transform = prepare(test, model.config)
+    paths = [row["image"]["path"] for row in test.cast_column("image", test.features["image"].__class__(decode=False))]
+    assert len(transform) == len(paths)
+    assert [by_name[path] for path in paths] == [[names[j] for j in classes] for classes in sets]
+
+
+def test_overrides_win_and_types_hold(recipe):
+    model_args, data_args, args = parse_recipe(
+        [str(recipe), "--k", "1.5", "--learning-rate", "1e-3", "--calibrate_k", "1", "2", "--eval_on_start", "true"]
+    )
+    assert (model_args.k, model_args.model, data_args.train_split) == (1.5, "test_resnet", "train")
+    assert (args.learning_rate, args.calibrate_k, args.eval_on_start, args.seed) == (1e-3, [1.0, 2.0], True, 1)
+    assert args.metric_for_best_model == "average_k_accuracy" and args.load_best_model_at_end
+
+
+@pytest.mark.parametrize(
+    ("line", "message"),
+    [
+        ("aplha: 0.3", "unknown field 'aplha' in .*recipe.yaml. Did you mean 'alpha'"),
+        ("learning_rat: 0.1", "Did you mean 'learning_rate'"),
+        ("zzzzzz: 1", "unknown field 'zzzzzz'.*`avgk train --help` lists the fields"),
+        ("k: many", "argument --k: invalid float value: 'many'"),
+        ("objective: hinge", "argument --objective: invalid choice: 'hinge'"),
+        ("k: [2, 3]", "unrecognized arguments|not used|expected one argument"),
+        ("model_args: nonsense", "model_args='nonsense' is not a mapping"),
+        ("k: 6", r"k=6 must be a number in \[1, 6\) for 6 classes"),
+        ("validation_split: dev", r"has no split 'dev', only \['train', 'validation', 'test'\].*`validation_split:`"),
+        ("calibrate_k: [6]", r"k=6.0 must be a number in \[1, 6\)"),
+        ("model: resnet81", "Did you mean resnet18"),
+    ],
+)
+def test_bad_recipes_are_refused(recipe, line, message):
+    key = line.split(":")[0]
+    lines = [text for text in recipe.read_text().splitlines() if not text.startswith(f"{key}:")]
+    recipe.write_text("\n".join([*lines, line]))
+    with pytest.raises(ValueError, match=message):
+        main([str(recipe)])
+
+
+def test_bad_calls_are_refused(recipe, tmp_path):
+    with pytest.raises(ValueError, match=r"unknown field 'aplha' in the command line. Did you mean 'alpha'"):
+        parse_recipe([str(recipe), "--aplha", "2"])
+    with pytest.raises(ValueError, match="name a recipe"):
+        parse_recipe([])
+    with pytest.raises(FileNotFoundError, match="there is no recipe"):
+        parse_recipe([str(tmp_path / "none.yaml")])
+    for text, message in (("- a\n- b", "must hold `key: value` pairs, but holds list"), ("a: [", "is not valid YAML")):
+        recipe.write_text(text)
+        with pytest.raises(ValueError, match=message):
+            parse_recipe([str(recipe)])
+
+
+def test_missing_required_field_is_named(recipe):
+    recipe.write_text(recipe.read_text().replace("dataset:", "output_dir: x\n#"))
+    with pytest.raises(ValueError, match="required: --dataset"):
+        parse_recipe([str(recipe)])
+
+
+@pytest.mark.parametrize("path", RECIPES, ids=lambda path: f"{path.parent.name}/{path.stem}")
+def test_every_recipe_trains(path, image_folder, tmp_path):
+    """Two steps on small data, through the same code; the blocks stand in their order."""
+    text = path.read_text()
+    assert text.index("# model") < text.index("# data") < text.index("# training")
+    small = ["--dataset", str(image_folder), "--output_dir", str(tmp_path / "run"), "--max_steps", "2", "--k", "2"]
+    often = [f"--{what}_{how}" for what in ("eval", "save") for how in ("strategy=steps", "steps=1")]
+    main([str(path), *small, *often, "--calibrate_k", "1"])
+    assert (tmp_path / "run" / "model.safetensors").is_file()
+
+
+def test_equal_seeds_give_equal_results(recipe, tmp_path):
+    runs = []
+    for name in ("a", "b"):
+        main([str(recipe), "--output_dir", str(tmp_path / name), "--num_train_epochs", "1"])
+        runs.append(json.loads((tmp_path / name / "results.json").read_text()))
+    assert runs[0] == runs[1]
+
+
+def test_early_stopping_field(recipe, tmp_path):
+    main([str(recipe), "--learning_rate", "0", "--num_train_epochs", "6", "--early_stopping_patience", "1"])
+    state = json.loads((tmp_path / "run" / "trainer_state.json").read_text())
+    assert state["epoch"] == 2
+
+
+def test_help_names_every_own_field(capsys):
+    main(["--help"])
+    text = capsys.readouterr().out
+    assert text.strip() == describe_fields().strip()
+    for name in ("alpha", "dataset", "calibrate_k", "early_stopping_patience", "learning_rate"):
+        assert name in text

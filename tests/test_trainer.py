@@ -1,0 +1,234 @@
+"""The real Trainer on a small image folder: what it reports, stores, restores and leaves alone."""
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from transformers import EarlyStoppingCallback, TrainerCallback
+
+from avgk_hf import AvgKConfig, AvgKForImageClassification, prepare
+from avgk_hf.sets import average_k_threshold, predict_sets
+
+
+def all_scores(model, dataset):
+    """The n x L scores and the labels, by a plain loop."""
+    rows = [dataset[i] for i in range(len(dataset))]
+    return model.scores(torch.stack([row["pixel_values"] for row in rows])), torch.tensor([r["labels"] for r in rows])
+
+
+def test_evaluate_calibrates_every_k_in_one_pass(make_trainer):
+    trainer = make_trainer()
+    metrics = trainer.evaluate()
+    scores, labels = all_scores(trainer.model, trainer.eval_dataset)
+    for k, suffix in ((2, ""), (1, "@1"), (1.5, "@1.5"), (3, "@3")):
+        lambda_val = average_k_threshold(scores, k)
+        sets = predict_sets(scores, lambda_val)
+        assert metrics[f"eval_lambda_val{suffix}"] == pytest.approx(lambda_val, rel=1e-5)
+        accuracy = sets.gather(1, labels[:, None]).float().mean().item()
+        assert metrics[f"eval_average_k_accuracy{suffix}"] == pytest.approx(accuracy)
+        assert metrics[f"eval_mean_set_size{suffix}"] == pytest.approx(k, abs=1e-6)
+        assert metrics[f"eval_empty_sets{suffix}"] == pytest.approx((sets.sum(1) == 0).float().mean().item())
+    assert metrics["eval_top1_accuracy"] == pytest.approx((scores.argmax(1) == labels).float().mean().item())
+    top2 = (scores.topk(2).indices == labels[:, None]).any(1).float().mean().item()
+    assert metrics["eval_topk_accuracy"] == pytest.approx(top2)
+    assert {"eval_few_shot_accuracy", "eval_medium_shot_accuracy", "eval_macro_accuracy"} <= set(metrics)
+
+    config = trainer.model.config
+    assert list(config.thresholds) == ["1", "1.5", "2", "3"]
+    assert config.thresholds["2"] == metrics["eval_lambda_val"]
+    assert config.train_counts == [30, 14, 10, 8, 6, 4]
+    record = config.calibration
+    assert (record["num_examples"], record["split"], record["step"]) == (30, "validation", 0)
+
+
+def test_evaluation_loss_is_the_mean_over_images(make_trainer, make_model):
+    """The last batch is smaller, and must not weigh as much as the others."""
+    trainer = make_trainer(model=make_model(objective="ce"))
+    scores, labels = all_scores(trainer.model, trainer.eval_dataset)
+    expected = -scores.gather(1, labels[:, None]).log().mean().item()
+    assert trainer.evaluate()["eval_loss"] == pytest.approx(expected, rel=1e-5)
+
+
+def test_test_data_never_change_the_thresholds(make_trainer, splits):
+    trainer = make_trainer()
+    test = prepare(splits["test"], trainer.model.config)
+    with pytest.raises(ValueError, match="no thresholds"):
+        trainer.evaluate(test)
+    trainer.evaluate()
+    thresholds = dict(trainer.model.config.thresholds)
+    metrics = trainer.evaluate(test, calibrate=False, metric_key_prefix="test")
+    assert metrics["test_lambda_val"] == thresholds["2"]
+    assert trainer.evaluate(test, metric_key_prefix="test")["test_mean_set_size"] == metrics["test_mean_set_size"]
+    scores, labels = all_scores(trainer.model, test)
+    sets = predict_sets(scores, thresholds["2"])
+    assert metrics["test_average_k_accuracy"] == pytest.approx(sets.gather(1, labels[:, None]).float().mean().item())
+    assert metrics["test_mean_set_size"] == pytest.approx(sets.float().sum(1).mean().item())
+
+    output = trainer.predict(test)
+    assert output.predictions == trainer.model.predict_sets(torch.stack([row["pixel_values"] for row in test]))
+    assert output.label_ids.tolist() == labels.tolist()
+    assert output.metrics["test_average_k_accuracy"] == metrics["test_average_k_accuracy"]
+    assert trainer.model.config.thresholds == thresholds
+
+
+def test_predict_works_without_labels(make_trainer, splits):
+    class Unlabelled(torch.utils.data.Dataset):
+        def __init__(self, dataset):
+            self.dataset = dataset
+
+        def __len__(self):
+            return len(self.dataset)
+
+        def __getitem__(self, i):
+            return {"pixel_values": self.dataset[i]["pixel_values"]}
+
+    trainer = make_trainer()
+    trainer.evaluate()
+    test = prepare(splits["test"], trainer.model.config)
+    output = trainer.predict(Unlabelled(test))
+    assert output.predictions == trainer.predict(test).predictions
+    assert output.label_ids is None
+
+
+def test_evaluation_never_holds_the_score_matrix(make_model, splits):
+    """With 2,000 classes and K = 1, what is kept is a small part of n x L."""
+    from avgk_hf import AvgKTrainer, AvgKTrainingArguments
+
+    model = make_model(num_labels=2000, k=1)
+    args = AvgKTrainingArguments("unused", per_device_eval_batch_size=3, disable_tqdm=True)
+    trainer = AvgKTrainer(model, args, eval_dataset=prepare(splits["validation"], model.config))
+    trainer.evaluate()
+    statistics = trainer._statistics
+    kept = len(statistics.stream._held) + sum(
+        sum(t.numel() for t in parts)
+        for parts in (statistics._labels, statistics._true_scores, statistics._best_scores, statistics._ranks)
+    )
+    assert kept <= 2 * (30 + 1) + 4 * 30 < 30 * 2000 / 100
+
+
+class Recorder(TrainerCallback):
+    """Remembers the metrics of every evaluation."""
+
+    def __init__(self):
+        self.metrics = []
+
+    def on_evaluate(self, args, state, control, metrics, **kwargs):
+        self.metrics.append({"step": state.global_step, **metrics})
+
+
+class Spoiler(TrainerCallback):
+    """Makes the model useless after the second epoch, so that an earlier checkpoint is the best."""
+
+    def on_step_end(self, args, state, control, model, **kwargs):
+        if state.epoch > 2:
+            torch.nn.init.normal_(model.ml_head.weight)
+
+
+def test_best_checkpoint_keeps_its_own_threshold(make_trainer):
+    recorder = Recorder()
+    trainer = make_trainer(callbacks=[recorder, Spoiler()], num_train_epochs=3, learning_rate=0.3)
+    trainer.train()
+    best = max(recorder.metrics, key=lambda m: m["eval_average_k_accuracy"])
+    assert trainer.state.best_metric == best["eval_average_k_accuracy"]
+    folder = Path(trainer.state.best_model_checkpoint)
+    saved = AvgKConfig.from_pretrained(folder)
+    assert saved.thresholds["2"] == best["eval_lambda_val"]
+    assert saved.calibration["step"] == best["step"] == int(folder.name.split("-")[1])
+    assert best["step"] != trainer.state.global_step, "the best checkpoint is the last: this test shows nothing"
+
+    assert trainer.model.config.thresholds == saved.thresholds
+    assert trainer.model.config.calibration == saved.calibration
+    stored = AvgKForImageClassification.from_pretrained(folder).state_dict()
+    assert all(torch.equal(value, stored[key]) for key, value in trainer.model.state_dict().items())
+    assert trainer.evaluate()["eval_lambda_val"] == pytest.approx(saved.thresholds["2"], rel=1e-6)
+
+
+def test_thresholds_are_dropped_when_the_weights_change(make_trainer):
+    trainer = make_trainer(eval_strategy="no", save_strategy="no", load_best_model_at_end=False, max_steps=1)
+    trainer.evaluate()
+    assert trainer.model.config.thresholds
+    trainer.train()
+    assert trainer.model.config.thresholds == {} and trainer.model.config.calibration is None
+
+
+def test_resume_restores_weights_and_thresholds(make_trainer):
+    trainer = make_trainer(save_total_limit=3)
+    trainer.train()
+    first = sorted(Path(trainer.args.output_dir).glob("checkpoint-*"))[0]
+    again = make_trainer()
+    again._load_from_checkpoint(str(first))
+    assert again.model.config.thresholds == AvgKConfig.from_pretrained(first).thresholds != {}
+    again = make_trainer()
+    result = again.train(resume_from_checkpoint=str(first))
+    assert result.global_step == trainer.state.global_step
+    assert all(torch.equal(a, b) for a, b in zip(trainer.model.parameters(), again.model.parameters(), strict=True))
+
+
+def test_a_checkpoint_that_does_not_fit_is_refused(make_trainer, make_model, tmp_path):
+    make_model(objective="ce").save_pretrained(tmp_path / "one-head")
+    with pytest.raises(ValueError, match=r"does not fit the model: missing \['sccp_head"):
+        make_trainer()._load_from_checkpoint(str(tmp_path / "one-head"))
+
+
+def test_early_stopping_watches_average_k_accuracy(make_trainer):
+    trainer = make_trainer(callbacks=[EarlyStoppingCallback(2)], num_train_epochs=9, learning_rate=0.0)
+    trainer.train()
+    assert trainer.args.metric_for_best_model == "average_k_accuracy"
+    assert trainer.state.epoch == 3
+
+
+def test_gradient_accumulation_does_not_change_the_scale(make_trainer, make_model):
+    """One update from 4 x 4 images equals one from 16; no BatchNorm, so nothing else can differ."""
+    updates = []
+    for batch, steps in ((16, 1), (4, 4)):
+        model = make_model("test_vit", objective="ce")
+        before = model.ml_head.weight.detach().clone()
+        make_trainer(
+            model=model,
+            max_steps=1,
+            per_device_train_batch_size=batch,
+            gradient_accumulation_steps=steps,
+            eval_strategy="no",
+            save_strategy="no",
+            load_best_model_at_end=False,
+            max_grad_norm=0,
+        ).train()
+        updates.append(model.ml_head.weight.detach() - before)
+    assert updates[0].abs().max() > 1e-5
+    assert torch.allclose(*updates, atol=1e-7)
+
+
+def test_equal_seeds_give_equal_numbers(make_trainer):
+    runs = []
+    for _ in range(2):
+        recorder = Recorder()
+        make_trainer(callbacks=[recorder], seed=3).train()
+        noise = ("runtime", "per_second", "preparation_time")
+        runs.append([{k: v for k, v in m.items() if not k.endswith(noise)} for m in recorder.metrics])
+    assert runs[0] == runs[1]
+
+
+def test_bad_input_is_refused(make_trainer, make_model, splits, tmp_path):
+    from avgk_hf import AvgKTrainer, AvgKTrainingArguments
+
+    model, args = make_model(), AvgKTrainingArguments(str(tmp_path), calibrate_k=[7])
+    with pytest.raises(ValueError, match=r"k=7 must be a number in \[1, 6\)"):
+        AvgKTrainer(model, args)
+    args = AvgKTrainingArguments(str(tmp_path))
+    empty = prepare(splits["train"].select([]), model.config)
+    with pytest.raises(ValueError, match="train_dataset is empty"):
+        AvgKTrainer(model, args, train_dataset=empty)
+    with pytest.raises(ValueError, match="one validation set"):
+        AvgKTrainer(model, args, eval_dataset={"a": empty})
+    with pytest.raises(ValueError, match=r"label 3 lies outside \[0, 3\).*`num_labels=6`"):
+        AvgKTrainer(make_model(num_labels=3), args, train_dataset=prepare(splits["train"], model.config))
+
+
+def test_saved_run_is_json_and_safetensors(make_trainer):
+    trainer = make_trainer()
+    trainer.train()
+    trainer.save_model()
+    config = json.loads((Path(trainer.args.output_dir) / "config.json").read_text())
+    assert config["model_type"] == "avgk" and config["k"] == 2 and len(config["thresholds"]) == 4
+    assert (Path(trainer.args.output_dir) / "model.safetensors").is_file()
