@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 import numpy as np
+import torch
 import yaml
 from datasets import DatasetDict
 from transformers import EarlyStoppingCallback, HfArgumentParser, set_seed
@@ -39,6 +40,9 @@ class ModelArguments:
     in_chans: int = field(default=3, metadata={"help": "Channels of the input: 3 for colour, 1 for grey."})
     model_args: str | None = field(
         default=None, metadata={"help": "Further arguments of timm.create_model, as JSON or a YAML mapping."}
+    )
+    channels_last: bool = field(
+        default=False, metadata={"help": "Lay tensors out channels last, usually faster for convolutional backbones."}
     )
     objective: str = field(default="avgk", metadata={"help": "The loss to train with.", "choices": ["ce", "avgk"]})
     k: float = field(default=5, metadata={"help": "Average set size K, in [1, number of classes)."})
@@ -125,7 +129,7 @@ def build_model(arguments: ModelArguments, names: list[str]) -> AvgKForImageClas
     if arguments.in_chans != 3:
         model_args["in_chans"] = arguments.in_chans
     k = int(arguments.k) if float(arguments.k).is_integer() else arguments.k
-    return AvgKForImageClassification.from_timm(
+    model = AvgKForImageClassification.from_timm(
         arguments.model,
         id2label=dict(enumerate(names)),
         k=k,
@@ -138,6 +142,7 @@ def build_model(arguments: ModelArguments, names: list[str]) -> AvgKForImageClas
         score=arguments.score,
         head=arguments.head,
     )
+    return model.to(memory_format=torch.channels_last) if arguments.channels_last else model
 
 
 def run(
