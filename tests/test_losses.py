@@ -1,5 +1,6 @@
 """The losses against hand-computed numbers and against slow, obvious code."""
 
+import inspect
 import math
 
 import pytest
@@ -9,6 +10,13 @@ import torch.nn.functional as F
 from avgk_hf import AvgKOutput
 from avgk_hf.losses import LOSSES
 from avgk_hf.losses.avgk import choose_candidates
+
+
+def make(name, k=2, num_labels=6, **hyperparameters):
+    """Any loss, with what its constructor needs; ROLE for five training images."""
+    needed = {"k": k, "num_examples": 5, "num_labels": num_labels}
+    wanted = inspect.signature(LOSSES[name]).parameters
+    return LOSSES[name](**{key: value for key, value in needed.items() if key in wanted}, **hyperparameters)
 
 
 def naive_avgk(logits, sccp_logits, labels, k, alpha):
@@ -128,7 +136,7 @@ def test_candidates_are_kept_apart_where_probabilities_underflow():
 
 @pytest.mark.parametrize("name", LOSSES)
 def test_bad_labels_are_refused(name):
-    loss = LOSSES[name](k=2) if name == "avgk" else LOSSES[name]()
+    loss = make(name)
     outputs = AvgKOutput(logits=torch.randn(3, 4), sccp_logits=torch.randn(3, 4))
     for wrong in (-100, -1, 4):
         with pytest.raises(ValueError, match=rf"a label lies outside \[0, 4\).*: {wrong}\. Check"):
@@ -137,23 +145,160 @@ def test_bad_labels_are_refused(name):
         loss(outputs, torch.rand(3, 4))
 
 
+def naive_an(logits, labels):
+    batch, num_labels = logits.shape
+    total = 0
+    for i in range(batch):
+        for j in range(num_labels):
+            positive = j == labels[i]
+            total = total - (
+                F.logsigmoid(logits[i, j]) if positive else F.logsigmoid(-logits[i, j]) / (num_labels - 1)
+            )
+    return total / batch
+
+
+def naive_epr(logits, labels, k, beta):
+    batch, num_labels = logits.shape
+    expected = sum(torch.sigmoid(logits[i, j]) for i in range(batch) for j in range(num_labels)) / batch
+    return -sum(F.logsigmoid(logits[i, labels[i]]) for i in range(batch)) / batch + beta * (expected - k) ** 2
+
+
+def naive_role(logits, theta, labels, k, role_lambda):
+    def one_side(own, other):
+        total = naive_epr(own, labels, k, role_lambda)
+        for i in range(own.shape[0]):
+            for j in range(own.shape[1]):
+                target = torch.sigmoid(other[i, j]).detach()
+                cross = target * F.logsigmoid(own[i, j]) + (1 - target) * F.logsigmoid(-own[i, j])
+                total = total - cross / own.shape[0]
+        return total
+
+    return (one_side(logits, theta) + one_side(theta, logits)) / 2
+
+
+BATCH = torch.tensor([0, 3, 3, 5])
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16])
+@pytest.mark.parametrize("name", ["an", "epr"])
+def test_an_and_epr_equal_loops(name, dtype):
+    for seed in range(4):
+        logits = (3 * torch.randn(4, 6, generator=torch.Generator().manual_seed(seed))).to(dtype).requires_grad_()
+        loss = make(name, k=2.5) if name == "an" else make(name, k=2.5, beta=0.3)
+        value = loss(AvgKOutput(logits=logits), BATCH)
+        value.backward()
+        reference = logits.detach().double().requires_grad_()
+        expected = naive_an(reference, BATCH) if name == "an" else naive_epr(reference, BATCH, 2.5, 0.3)
+        expected.backward()
+        assert value.item() == pytest.approx(expected.item(), rel=1e-5)
+        tolerance = {"atol": 1e-5, "rtol": 1e-2 if dtype == torch.bfloat16 else 1e-5}
+        assert torch.allclose(logits.grad.double(), reference.grad, **tolerance)
+
+
+@pytest.mark.parametrize("role_lambda", [0.0, 0.2])
+def test_role_equals_loops(role_lambda):
+    loss = make("role", k=2.5, role_lambda=role_lambda)
+    index = torch.tensor([4, 0, 2, 1])
+    for step in range(3):
+        logits = torch.randn(4, 6, generator=torch.Generator().manual_seed(step)).requires_grad_()
+        theta = loss.theta.detach().clone()
+        if step == 0:  # an observed label starts at 0.995, the others near 0.5
+            assert (theta.sigmoid() - 0.5).abs().max() <= 0.1 + 1e-6
+            theta[index, BATCH] = math.log(0.995 / 0.005)
+        loss.theta.grad = None
+        value = loss(AvgKOutput(logits=logits), BATCH, index)
+        value.backward()
+        reference, rows = logits.detach().double().requires_grad_(), theta[index].double().requires_grad_()
+        expected = naive_role(reference, rows, BATCH, 2.5, role_lambda)
+        expected.backward()
+        assert value.item() == pytest.approx(expected.item(), rel=1e-5)
+        assert torch.allclose(logits.grad.double(), reference.grad, atol=1e-5)
+        assert torch.allclose(loss.theta.grad[index].double(), rows.grad, atol=1e-5)
+        assert loss.theta.grad[3].abs().max() == 0  # the image that is not in the batch
+        with torch.no_grad():
+            loss.theta -= 0.5 * loss.theta.grad
+    assert loss.seen.tolist() == [True, True, True, False, True]
+
+
+def test_role_without_index_is_epr():
+    logits = torch.randn(4, 6)
+    with torch.no_grad():
+        value = make("role", role_lambda=0.2)(AvgKOutput(logits=logits), BATCH)
+    assert value.item() == pytest.approx(naive_epr(logits, BATCH, 2, 0.2).item(), rel=1e-5)
+    with pytest.raises(ValueError, match=r"an index lies outside \[0, 5\)"):
+        make("role")(AvgKOutput(logits=logits), BATCH, torch.tensor([0, 1, 2, 5]))
+
+
+@pytest.mark.parametrize("k", [1, 3, 5])
+@pytest.mark.parametrize("epsilon", [0.0, 0.2, 1.0])
+def test_topk_equals_pytopk(k, epsilon):
+    pytopk = pytest.importorskip("pytopk.functional")
+    from pytopk.noised_topk import _noised_topk
+
+    for seed in range(4):
+        generator = torch.Generator().manual_seed(seed)
+        logits = (2 * torch.randn(4, 6, generator=generator)).requires_grad_()
+        noise = torch.randn(4, 6, 5, generator=generator)
+        value = make("topk", k=k, epsilon=epsilon)(AvgKOutput(logits=logits), BATCH, noise=noise)
+        value.backward()
+        theirs = logits.detach().clone().requires_grad_()
+        expected = pytopk.bal_noised_topk_loss(theirs, BATCH, k, epsilon, _noised_topk, noise)
+        expected.backward()
+        assert value.item() == pytest.approx(expected.item(), rel=1e-6)
+        assert torch.allclose(logits.grad, theirs.grad, atol=1e-6)
+
+
+def test_topk_draws_new_noise_each_time():
+    outputs = AvgKOutput(logits=torch.randn(4, 6))
+    loss = make("topk", epsilon=1.0)
+    torch.manual_seed(0)
+    first, second = loss(outputs, BATCH), loss(outputs, BATCH)
+    torch.manual_seed(0)
+    assert first != second and loss(outputs, BATCH) == first
+
+
 @pytest.mark.parametrize("name", LOSSES)
 def test_gradcheck(name):
-    loss = LOSSES[name](k=2.5, alpha=0.5) if name == "avgk" else LOSSES[name]()
-    labels = torch.tensor([0, 3, 2])
+    loss = make(name, k=2.5, num_labels=5).double()
+    labels, index = torch.tensor([0, 3, 2]), torch.tensor([4, 0, 1])
+    extra = {"noise": torch.randn(3, 5, 5, dtype=torch.float64)} if name == "topk" else {}
     logits, sccp_logits = (distinct_logits(3, 5, seed, torch.float64).requires_grad_() for seed in (0, 1))
+    if name == "role":  # each side for itself: what it is compared with is held fixed
+        theta = torch.randn(3, 5, dtype=torch.float64, requires_grad=True)
+        assert torch.autograd.gradcheck(lambda z: loss._side(z, theta.detach(), labels), (logits,))
+        assert torch.autograd.gradcheck(lambda t: loss._side(t, logits.detach(), labels), (theta,))
+        return
     assert torch.autograd.gradcheck(
-        lambda z, z2: loss(AvgKOutput(logits=z, sccp_logits=z2), labels) + 0 * z2.sum(), (logits, sccp_logits)
+        lambda z, z2: loss(AvgKOutput(logits=z, sccp_logits=z2), labels, index, **extra) + 0 * z2.sum(),
+        (logits, sccp_logits),
     )
+
+
+@pytest.mark.parametrize("name", [name for name in LOSSES if name != "avgk"])
+def test_baselines_are_finite_for_huge_logits(name):
+    signs = torch.randn(4, 6, generator=torch.Generator().manual_seed(0)).sign()
+    for logits in (1e4 * signs, -1e4 * signs):
+        logits.requires_grad_()
+        value = make(name)(AvgKOutput(logits=logits), BATCH, torch.tensor([0, 1, 2, 3]))
+        value.backward()
+        assert torch.isfinite(value) and torch.isfinite(logits.grad).all()
+
+
+@pytest.mark.parametrize(
+    ("name", "field"), [("epr", "beta"), ("topk", "epsilon"), ("role", "role_lambda"), ("role", "theta_lr")]
+)
+def test_bad_hyperparameters_are_refused(name, field):
+    with pytest.raises(ValueError, match=f"{field}=-1"):
+        make(name, **{field: -1})
 
 
 @pytest.mark.parametrize("name", LOSSES)
 def test_autocast_computes_in_float32(name):
-    loss = LOSSES[name](k=2) if name == "avgk" else LOSSES[name]()
+    loss = make(name)
     features, head = torch.randn(4, 8), torch.nn.Linear(8, 6)
     with torch.autocast("cpu", dtype=torch.bfloat16):
         logits = head(features)
-        value = loss(AvgKOutput(logits=logits, sccp_logits=logits), torch.tensor([0, 1, 2, 5]))
+        value = loss(AvgKOutput(logits=logits, sccp_logits=logits), torch.tensor([0, 1, 2, 5]), torch.arange(4))
     assert logits.dtype == torch.bfloat16 and value.dtype == torch.float32
     value.backward()
     assert torch.isfinite(head.weight.grad).all()
