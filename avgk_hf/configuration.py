@@ -7,10 +7,9 @@ from typing import Any
 from huggingface_hub.dataclasses import strict
 from transformers import PreTrainedConfig
 
-from .sets import SCORES, check_k, k_key
+from .sets import HEADS, SCORES, check_k, k_key
 
-OBJECTIVES = ("ce", "avgk")
-HEADS = ("ml", "sccp", "mean")
+OBJECTIVES = ("ce", "avgk", "an", "epr", "role", "topk")
 
 
 @strict
@@ -24,10 +23,17 @@ class AvgKConfig(PreTrainedConfig):
         objective: The training loss, a key of `avgk_hf.losses.LOSSES`.
         k: The average set size asked for in training, and the default in prediction. In [1, L).
         alpha: Weight of the pseudo-labels in the AVG-K loss.
+        beta: Weight of the regulariser in the EPR loss.
+        epsilon: Standard deviation of the noise in the top-K loss.
+        role_lambda: Weight of the regulariser in the ROLE loss.
+        theta_lr: Learning rate of ROLE's label estimates relative to that of the model.
         score: What is thresholded: `"softmax"`, `"sigmoid"` or `"logit"`.
-        head: Which logits are thresholded: `"ml"`, `"sccp"` or `"mean"`.
+        head: Which head answers: `"ml"`, `"sccp"`, `"mean"` of both heads' scores, or `"auto"`, for each K the one
+            with the highest validation accuracy.
         sccp_head: Whether the model has the SCCP head besides the ML head.
-        thresholds: {K: lambda_val} from validation; K as text, lambda_val a plain float.
+        thresholds: {K: lambda_val} of the head that answers, from validation; K as text, lambda_val a plain float.
+        heads: {K: head} that answers, as chosen on validation; only for `head="auto"`.
+        head_thresholds: {head: {K: lambda_val}} of every head, so that all can be compared on other data.
         calibration: Where the thresholds come from: number of images, split, dataset, date, training step.
         train_counts: Training images of each class, for the few / medium / many shot means.
 
@@ -46,32 +52,50 @@ class AvgKConfig(PreTrainedConfig):
     objective: str = "avgk"
     k: float | int = 5
     alpha: float | int = 1.0
+    beta: float | int = 0.01
+    epsilon: float | int = 1.0
+    role_lambda: float | int = 0.0
+    theta_lr: float | int = 1.0
     score: str = "softmax"
     head: str = "ml"
     sccp_head: bool = True
     thresholds: dict[str, float | int] = field(default_factory=dict)
+    heads: dict[str, str] = field(default_factory=dict)
+    head_thresholds: dict[str, dict[str, float | int]] = field(default_factory=dict)
     calibration: dict[str, Any] | None = None
     train_counts: list[int] | None = None
 
     def __post_init__(self, **kwargs: Any) -> None:
         """Refuse a field that could only fail later, by its name."""
         super().__post_init__(**kwargs)
-        for name, allowed in (("objective", OBJECTIVES), ("score", tuple(SCORES)), ("head", HEADS)):
+        for name, allowed in (("objective", OBJECTIVES), ("score", tuple(SCORES)), ("head", (*HEADS, "auto"))):
             if getattr(self, name) not in allowed:
                 raise ValueError(f"config.{name}={getattr(self, name)!r} is unknown; choose one of {list(allowed)}.")
-        if not math.isfinite(self.alpha) or self.alpha < 0:
-            raise ValueError(f"config.alpha={self.alpha!r} must be a finite number >= 0, e.g. 1.0.")
+        for name in ("alpha", "beta", "epsilon", "role_lambda", "theta_lr"):
+            if not math.isfinite(getattr(self, name)) or getattr(self, name) < 0:
+                raise ValueError(f"config.{name}={getattr(self, name)!r} must be a finite number >= 0, e.g. 1.0.")
         if self.train_counts is not None and len(self.train_counts) != self.num_labels:
             raise ValueError(f"config.train_counts has {len(self.train_counts)} values for {self.num_labels} classes.")
-        for key, lambda_val in self.thresholds.items():
+        self._check_thresholds("thresholds", self.thresholds)
+        for head, thresholds in self.head_thresholds.items():
+            if head not in HEADS:
+                raise ValueError(f"config.head_thresholds has the key {head!r}; choose among {list(HEADS)}.")
+            self._check_thresholds(f"head_thresholds[{head!r}]", thresholds)
+        if self.head == "auto":
+            for key in self.thresholds:
+                if self.heads.get(key) not in HEADS:
+                    raise ValueError(f"config.heads[{key!r}]={self.heads.get(key)!r}; choose among {list(HEADS)}.")
+
+    def _check_thresholds(self, field_name: str, thresholds: dict[str, float]) -> None:
+        for key, lambda_val in thresholds.items():
             try:
                 check_k(float(key), self.num_labels)
             except ValueError as error:
-                raise ValueError(f"config.thresholds has the key {key!r}: {error}") from None
+                raise ValueError(f"config.{field_name} has the key {key!r}: {error}") from None
             if isinstance(lambda_val, bool) or not math.isfinite(lambda_val):
                 raise ValueError(
-                    f"config.thresholds[{key!r}]={lambda_val!r} is not a finite number. Calibrate the model again with"
-                    " `trainer.evaluate()`."
+                    f"config.{field_name}[{key!r}]={lambda_val!r} is not a finite number. Calibrate the model again"
+                    " with `avgk calibrate MODEL DATASET`."
                 )
 
     @classmethod
@@ -80,7 +104,7 @@ class AvgKConfig(PreTrainedConfig):
         stored = len(config_dict.get("id2label") or {})
         wanted = len(kwargs["id2label"]) if "id2label" in kwargs else kwargs.get("num_labels", stored)
         if stored and wanted != stored:
-            stale = ("thresholds", "calibration", "train_counts")
+            stale = ("thresholds", "heads", "head_thresholds", "calibration", "train_counts")
             config_dict = {name: value for name, value in config_dict.items() if name not in stale}
         return super().from_dict(config_dict, **kwargs)
 
@@ -106,12 +130,37 @@ class AvgKConfig(PreTrainedConfig):
             )
         return float(self.thresholds[k_key(k)])
 
-    def set_calibration(self, thresholds: dict[float, float], record: dict[str, Any]) -> None:
-        """Store the thresholds {K: lambda_val} and where they come from."""
-        self.thresholds = {k_key(k): float(lambda_val) for k, lambda_val in sorted(thresholds.items())}
+    def head_for(self, k: float | None = None) -> str:
+        """The head that answers for `k` (default: `self.k`)."""
+        if self.head != "auto":
+            return self.head
+        self.threshold(k)  # refuses where nothing was calibrated, so nothing chosen
+        return self.heads[k_key(self.k if k is None else k)]
+
+    def set_calibration(
+        self,
+        thresholds: dict[float, float],
+        record: dict[str, Any],
+        heads: dict[float, str] | None = None,
+        head_thresholds: dict[str, dict[float, float]] | None = None,
+    ) -> None:
+        """Store what a calibration found.
+
+        Args:
+            thresholds: {K: lambda_val} of the head that answers.
+            record: Where they come from.
+            heads: {K: head} that was chosen, for `head="auto"`.
+            head_thresholds: {head: {K: lambda_val}} of every head.
+        """
+        self.heads = {k_key(k): head for k, head in sorted((heads or {}).items())}
+        self.thresholds = _plain(thresholds)
+        self.head_thresholds = {head: _plain(values) for head, values in (head_thresholds or {}).items()}
         self.calibration = record
 
     def clear_calibration(self) -> None:
         """Forget the thresholds, because the weights or the classes they belong to have changed."""
-        self.thresholds = {}
-        self.calibration = None
+        self.thresholds, self.heads, self.head_thresholds, self.calibration = {}, {}, {}, None
+
+
+def _plain(thresholds: dict[float, float]) -> dict[str, float]:
+    return {k_key(k): float(lambda_val) for k, lambda_val in sorted(thresholds.items())}

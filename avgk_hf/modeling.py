@@ -64,6 +64,11 @@ class AvgKForImageClassification(PreTrainedModel):
     def __init__(self, config: AvgKConfig) -> None:
         super().__init__(config)
         check_k(config.k, config.num_labels)
+        if config.head in ("sccp", "mean") and not config.sccp_head:
+            raise ValueError(
+                f"config.head={config.head!r} needs the SCCP head, which objective={config.objective!r} does not"
+                " train: use `head='ml'`."
+            )
         self.backbone = create_backbone(config.architecture, **config.model_args)
         self._built_on_meta = any(parameter.is_meta for parameter in self.backbone.parameters())
         self.supports_gradient_checkpointing = hasattr(self.backbone, "set_grad_checkpointing")
@@ -225,14 +230,20 @@ class AvgKForImageClassification(PreTrainedModel):
             raise ImportError("a loss needs the installed package: `pip install avgk_hf`.") from error
         return make_loss(self.config)
 
-    def scores(self, pixel_values: Tensor) -> Tensor:
-        """The scores (B, L) in float32 that are compared with lambda_val, in evaluation mode and without gradient."""
+    def scores(self, pixel_values: Tensor, k: float | None = None) -> Tensor:
+        """The scores (B, L) in float32 that are compared with lambda_val, in evaluation mode and without gradient.
+
+        Args:
+            pixel_values: Images (B, C, H, W).
+            k: Average set size whose head answers; it matters only for `head="auto"`.
+        """
+        head = self.config.head_for(k)
         was_training = self.training
         self.eval()
         with torch.no_grad():
             output = self(pixel_values, return_dict=True)
         self.train(was_training)
-        return head_scores(output.logits, output.sccp_logits, self.config.head, self.config.score)
+        return head_scores(output.logits, output.sccp_logits, head, self.config.score)
 
     def predict_sets(
         self, pixel_values: Tensor, k: float | None = None, lambda_val: float | None = None, min_size: int = 0
@@ -246,16 +257,34 @@ class AvgKForImageClassification(PreTrainedModel):
             min_size: At least this many classes for each image; 0 allows empty sets.
         """
         lambda_val = self.config.threshold(k) if lambda_val is None else lambda_val
-        scores = self.scores(pixel_values)
+        scores = self.scores(pixel_values, k)
         return ranked_sets(scores, predict_sets(scores, lambda_val, min_size))
 
     def drop_sccp_head(self) -> "AvgKForImageClassification":
         """Remove the SCCP head, which only training needs, and return the model."""
-        if self.config.head != "ml":
+        if self._needed_heads() - {"ml"}:
             raise ValueError(f"the SCCP head answers for this model (head={self.config.head!r}); it must stay.")
         self.sccp_head = None
         self.config.sccp_head = False
+        self.config.head = "ml"
+        self.config.heads = {}
+        self.config.head_thresholds = {}
         return self
+
+    def drop_unused_head(self) -> "AvgKForImageClassification":
+        """Remove the head that no calibrated K needs, if there is one, and return the model.
+
+        Where only the SCCP head is needed, it takes the place of the ML head, so that `logits` are always those that
+        answer.
+        """
+        if self.sccp_head is not None and self._needed_heads() == {"sccp"}:
+            self.ml_head = self.sccp_head
+            self.config.head, self.config.heads = "ml", {}
+        return self.drop_sccp_head() if self._needed_heads() == {"ml"} else self
+
+    def _needed_heads(self) -> set[str]:
+        config = self.config
+        return {config.head_for(float(key)) for key in config.thresholds} if config.head == "auto" else {config.head}
 
 
 def create_backbone(name: str, **kwargs: Any) -> nn.Module:

@@ -1,20 +1,27 @@
 """`AvgKTrainer`: transformers' Trainer with the average-K objective, and thresholds computed while evaluating."""
 
 import datetime
+from pathlib import Path
 from typing import Any
 
 import datasets
 import torch
+from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, Dataset
 from transformers import EvalPrediction, PreTrainedModel, Trainer
-from transformers.trainer_utils import EvalLoopOutput, has_length
+from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR, EvalLoopOutput, has_length
+from transformers.utils import logging
 
 from .configuration import AvgKConfig
 from .data import class_counts
-from .losses import make_loss
-from .sets import SetStatistics, check_k, head_scores, k_key, predict_sets, ranked_sets
+from .losses import OnlineLabelLoss, make_loss
+from .sets import HEADS, SetStatistics, check_k, head_scores, k_key, predict_sets, ranked_sets
 from .training_args import AvgKTrainingArguments
+
+logger = logging.get_logger(__name__)
+OBJECTIVE_STATE = "objective.safetensors"
+LARGE_STATE = 2 * 2**30
 
 
 class AvgKTrainer(Trainer):
@@ -24,7 +31,8 @@ class AvgKTrainer(Trainer):
     to `model.config` and reports `eval_average_k_accuracy`, `eval_lambda_val`, `eval_mean_set_size`,
     `eval_empty_sets`, `eval_top1_accuracy`, `eval_topk_accuracy`, `eval_macro_accuracy` and the few / medium / many
     shot means; for every further K the same with `@K` behind the name. On any other dataset, and in `predict()`, the
-    stored thresholds are used and never changed.
+    stored thresholds are used and never changed. A model with both heads is scored by each in the same pass
+    (`eval_average_k_accuracy_ml`, `_sccp`, `_mean`); with `head="auto"` the best on validation answers from then on.
 
     A threshold belongs to the weights it was computed on: it is dropped with the next training step, saved with the
     checkpoint, and comes back with it.
@@ -63,9 +71,12 @@ class AvgKTrainer(Trainer):
                 if name == "train_dataset":
                     model.config.train_counts = counts.tolist()
         self.dataset_name = dataset_name
-        self.objective = make_loss(model.config)
+        num_examples = len(train_dataset) if has_length(train_dataset) else 0
+        if model.config.objective == "role" and num_examples:
+            _state_memory(num_examples, model.config.num_labels, args)
+        self.objective = make_loss(model.config, num_examples)
         self._calibrating = False
-        self._statistics: SetStatistics | None = None
+        self._statistics: dict[str, SetStatistics] = {}  # by head
         super().__init__(
             model=model,
             args=args,
@@ -74,6 +85,7 @@ class AvgKTrainer(Trainer):
             compute_metrics=self._update_statistics,
             **kwargs,
         )
+        self.objective.to(self.args.device)
 
     @property
     def ks(self) -> list[float]:
@@ -92,6 +104,18 @@ class AvgKTrainer(Trainer):
         outputs = model(pixel_values=inputs["pixel_values"], return_dict=True)
         loss = self.objective(outputs, inputs["labels"], inputs.get("index"))
         return (loss, outputs) if return_outputs else loss
+
+    def create_optimizer(self, model: nn.Module | None = None) -> torch.optim.Optimizer:
+        """As in `Trainer`; parameters of the objective join with their own learning rate and without decay."""
+        new = self.optimizer is None
+        optimizer = super().create_optimizer(model)
+        parameters = list(self.objective.parameters())
+        if new and parameters:
+            rate = self.args.learning_rate * self.objective.theta_lr
+            optimizer.add_param_group({"params": parameters, "lr": rate, "weight_decay": 0.0})
+            # the stock loop clears the gradients of the model only
+            optimizer.register_step_post_hook(lambda *_: self.objective.zero_grad())
+        return optimizer
 
     def training_step(self, *args: Any, **kwargs: Any) -> Tensor:
         """As in `Trainer`; thresholds of the weights before the step are dropped."""
@@ -134,13 +158,17 @@ class AvgKTrainer(Trainer):
         num_examples = self.num_examples(dataloader)
         if num_examples == 0:
             raise ValueError("the dataset to evaluate is empty.")
+        heads = HEADS if config.sccp_head else ("ml",)
         if self._calibrating:
-            ks, thresholds = self.ks, None
+            ks, thresholds = self.ks, dict.fromkeys(heads)
         else:
             config.threshold()  # refuses an uncalibrated model, and says what to do
-            thresholds = {k: config.threshold(k) for k in self.ks if k_key(k) in config.thresholds}
-            ks = list(thresholds)
-        self._statistics = SetStatistics(ks, num_examples, thresholds, config.train_counts)
+            ks = [k for k in self.ks if k_key(k) in config.thresholds]
+            stored = config.head_thresholds or {config.head_for(): config.thresholds}
+            thresholds = {head: {k: stored[head][k_key(k)] for k in ks} for head in heads if head in stored}
+        self._statistics = {
+            head: SetStatistics(ks, num_examples, given, config.train_counts) for head, given in thresholds.items()
+        }
         self._sets: list[list[int]] | None = [] if description == "Prediction" else None
         self._loss_sum = 0.0
         # under its own name, "Prediction" would make the stock loop collect all logits
@@ -149,7 +177,7 @@ class AvgKTrainer(Trainer):
             output.metrics[f"{metric_key_prefix}_loss"] = float(self._loss_sum) / num_examples
         if self._sets is not None:
             labelled = f"{metric_key_prefix}_loss" in output.metrics
-            output = output._replace(predictions=self._sets, label_ids=self._statistics.labels if labelled else None)
+            output = output._replace(predictions=self._sets, label_ids=self.statistics().labels if labelled else None)
         return output
 
     def prediction_step(
@@ -171,25 +199,50 @@ class AvgKTrainer(Trainer):
         logits, labels = prediction.predictions, prediction.label_ids
         logits, sccp_logits = logits if isinstance(logits, (tuple, list)) else (logits, None)
         config: AvgKConfig = self.model.config
-        scores = head_scores(logits, sccp_logits, config.head, config.score)
+        scores = {head: head_scores(logits, sccp_logits, head, config.score) for head in self._statistics}
         if self._sets is not None:
-            self._sets += ranked_sets(scores, predict_sets(scores, config.threshold()))
+            answer = scores[config.head_for()]
+            self._sets += ranked_sets(answer, predict_sets(answer, config.threshold()))
         if prediction.losses is None:
             return {}
-        self._statistics.update(scores, labels)
+        for head, statistics in self._statistics.items():
+            statistics.update(scores[head], labels)
         self._loss_sum += prediction.losses.mean() * len(labels)
         if not compute_result:
             return None
-        results = self._statistics.compute()
+        results = {head: statistics.compute() for head, statistics in self._statistics.items()}
         if self._calibrating:
-            record = self._calibration_record()
-            config.set_calibration({k: result["lambda_val"] for k, result in results.items()}, record)
-        metrics = dict(results[config.k])
-        for k, result in results.items():
-            if k != config.k:
-                shared = ("top1_accuracy",)
-                metrics.update({f"{name}@{k_key(k)}": v for name, v in result.items() if name not in shared})
+            self._store_calibration(results)
+        metrics = {}
+        for k in next(iter(results.values())):
+            suffix = "" if k == config.k else f"@{k_key(k)}"
+            for name, value in results[config.head_for(k)][k].items():
+                if name != "top1_accuracy" or not suffix:  # the same for every K
+                    metrics[name + suffix] = value
+            if len(results) > 1:
+                for head, result in results.items():
+                    metrics[f"average_k_accuracy_{head}{suffix}"] = result[k]["average_k_accuracy"]
         return metrics
+
+    def _store_calibration(self, results: dict[str, dict[float, dict[str, float]]]) -> None:
+        """Write the thresholds to the config, and for `head="auto"` the head that is best on these images."""
+        config: AvgKConfig = self.model.config
+        ks = list(next(iter(results.values())))
+        if config.head == "auto":
+            chosen = {k: max(results, key=lambda head: results[head][k]["average_k_accuracy"]) for k in ks}
+        else:
+            chosen = dict.fromkeys(ks, config.head)
+        lambdas = {head: {k: result[k]["lambda_val"] for k in ks} for head, result in results.items()}
+        config.set_calibration(
+            {k: lambdas[head][k] for k, head in chosen.items()},
+            self._calibration_record(),
+            heads=chosen if config.head == "auto" else None,
+            head_thresholds=lambdas if len(lambdas) > 1 else None,
+        )
+
+    def statistics(self, k: float | None = None) -> SetStatistics:
+        """What the last evaluation collected for the head that answers for `k`."""
+        return self._statistics[self.model.config.head_for(k)]
 
     def _calibration_record(self) -> dict[str, Any]:
         dataset = self.callback_handler.eval_dataloader.dataset
@@ -216,9 +269,31 @@ class AvgKTrainer(Trainer):
     def _load_from_checkpoint(self, resume_from_checkpoint: str, model: nn.Module | None = None) -> None:
         super()._load_from_checkpoint(resume_from_checkpoint, model)
         self._load_calibration(resume_from_checkpoint)
+        if self.objective.state_dict():
+            state = load_file(Path(resume_from_checkpoint) / OBJECTIVE_STATE, device=str(self.args.device))
+            self.objective.load_state_dict(state)
+
+    def _save_checkpoint(self, model: nn.Module, trial: Any) -> None:
+        """As in `Trainer`, with the state of the objective beside the model, not in it."""
+        super()._save_checkpoint(model, trial)
+        if self.objective.state_dict() and self.args.should_save:
+            folder = Path(self._get_output_dir(trial)) / f"{PREFIX_CHECKPOINT_DIR}-{self.state.global_step}"
+            save_file(self.objective.state_dict(), folder / OBJECTIVE_STATE)
 
     def _load_calibration(self, checkpoint: str) -> None:
         """Take over the thresholds that were saved with the weights."""
         saved = AvgKConfig.from_pretrained(checkpoint)
-        self.model.config.thresholds = saved.thresholds
-        self.model.config.calibration = saved.calibration
+        for name in ("heads", "thresholds", "head_thresholds", "calibration"):
+            setattr(self.model.config, name, getattr(saved, name))
+
+
+def _state_memory(num_examples: int, num_labels: int, args: AvgKTrainingArguments) -> None:
+    """Say what ROLE's label estimates will take, before they take it."""
+    optim, options = str(getattr(args.optim, "value", args.optim)), args.optim_args or ""
+    states = 2 if "adam" in optim else int("momentum" in options)
+    size = OnlineLabelLoss.memory(num_examples, num_labels, states)
+    logger.warning(
+        f"role: label estimates for {num_examples} images x {num_labels} classes, their gradient and {states}"
+        f" optimizer state(s) take {size / 2**30:.2f} GiB on every process."
+        + (" That is more than 2 GiB: the objectives avgk and epr need none of it." if size > LARGE_STATE else "")
+    )

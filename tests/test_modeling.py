@@ -9,7 +9,7 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoConfig, AutoImageProcessor, AutoModelForImageClassification
 
 from avgk_hf import AvgKConfig, AvgKForImageClassification
-from avgk_hf.losses import LOSSES
+from avgk_hf.losses import LOSSES, make_loss
 
 BACKBONES = ["test_resnet", "test_vit", "test_convnext", "test_efficientnet"]
 IMAGES = torch.rand(4, 3, 32, 32, generator=torch.Generator().manual_seed(0))
@@ -101,6 +101,10 @@ def test_grey_and_colour_input(in_chans, make_model):
 def test_forward_with_labels_trains_in_a_plain_loop(objective, make_model):
     model = make_model(objective=objective).train()
     assert (model.sccp_head is not None) == (objective == "avgk")
+    if objective == "role":  # it needs the number of training images, which only the trainer knows
+        with pytest.raises(ValueError, match="train with `AvgKTrainer`"):
+            model(IMAGES, labels=torch.tensor([0, 1, 2, 5]))
+        return
     labels = torch.tensor([0, 1, 2, 5])
     optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
     losses = []
@@ -110,10 +114,11 @@ def test_forward_with_labels_trains_in_a_plain_loop(objective, make_model):
         optimizer.zero_grad()
         output.loss.backward()
         optimizer.step()
-    expected = LOSSES[objective](**({"k": 2} if objective == "avgk" else {}))
-    output = model(IMAGES, labels=labels)
-    assert output.loss.item() == pytest.approx(expected(output, labels).item())
     assert losses[-1] < losses[0]
+    if objective != "topk":  # it draws noise
+        expected = make_loss(model.config)
+        output = model(IMAGES, labels=labels)
+        assert output.loss.item() == pytest.approx(expected(output, labels).item())
 
 
 def test_tuple_output_and_hidden_states(make_model):
@@ -166,6 +171,36 @@ def test_drop_sccp_head(make_model, tmp_path):
         make_model(head="sccp").drop_sccp_head()
 
 
+def test_drop_unused_head(make_model):
+    def calibrated(head, heads):
+        model = make_model(head=head).eval()
+        scores = {k: model.config.head if head != "auto" else heads[k] for k in (2, 3)}
+        model.config.set_calibration({2: 0.17, 3: 0.1}, {}, heads=scores if head == "auto" else None)
+        return model
+
+    for head, heads, kept in (
+        ("ml", {}, "ml"),
+        ("sccp", {}, "sccp"),
+        ("auto", {2: "ml", 3: "ml"}, "ml"),
+        ("auto", {2: "sccp", 3: "sccp"}, "sccp"),
+        ("auto", {2: "sccp", 3: "ml"}, None),
+        ("mean", {}, None),
+    ):
+        model = calibrated(head, heads)
+        sets = [model.predict_sets(IMAGES, k=k) for k in (2, 3)]
+        weight = {"ml": model.ml_head.weight, "sccp": model.sccp_head.weight}.get(kept)
+        assert model.drop_unused_head() is model
+        assert (model.sccp_head is None) == (kept is not None) == (not model.config.sccp_head)
+        if kept:
+            assert torch.equal(model.ml_head.weight, weight) and model.config.head == "ml"
+        assert [model.predict_sets(IMAGES, k=k) for k in (2, 3)] == sets
+
+
+def test_a_head_that_is_not_trained_cannot_answer(make_model):
+    with pytest.raises(ValueError, match="head='sccp' needs the SCCP head, which objective='ce' does not train"):
+        make_model(objective="ce", head="sccp")
+
+
 def test_another_number_of_classes_drops_the_thresholds(make_model, tmp_path):
     model = make_model(train_counts=[1, 2, 3, 4, 5, 6])
     model.config.set_calibration({2: 0.1}, {})
@@ -204,6 +239,9 @@ def test_unknown_names_are_refused_with_near_ones():
         ("objective", "hinge", r"config.objective='hinge' is unknown; choose one of \['ce', 'avgk'"),
         ("score", "softmin", "config.score='softmin' is unknown"),
         ("head", "both", "config.head='both' is unknown"),
+        ("head_thresholds", {"both": {"2": 0.1}}, "config.head_thresholds has the key 'both'"),
+        ("head_thresholds", {"ml": {"2": float("nan")}}, r"config.head_thresholds\['ml'\]\['2'\]=nan"),
+        ("beta", float("inf"), "config.beta=inf"),
         ("alpha", -1.0, "config.alpha=-1.0"),
         ("train_counts", [1, 2], "config.train_counts has 2 values for 6 classes"),
     ],

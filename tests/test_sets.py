@@ -213,3 +213,28 @@ def test_heads_and_scores():
     with pytest.raises(ValueError, match="head='mean' needs the SCCP head"):
         head_scores(logits, None, "mean")
     assert [k_key(k) for k in (1, 2.0, 2.5)] == ["1", "2", "2.5"]
+
+
+def test_sets_are_those_of_the_lac_conformal_predictor():
+    """Least ambiguous set-valued classifiers with q_hat = 1 - lambda: {j : 1 - p_j <= q_hat}."""
+    probabilities = torch.randn(200, 30, generator=torch.Generator().manual_seed(0)).softmax(1)
+    for k in (1, 2.5, 10):
+        lambda_val = average_k_threshold(probabilities, k)
+        q_hat = 1 - lambda_val
+        nonconformity = 1 - probabilities.double()
+        assert torch.equal(nonconformity <= q_hat, predict_sets(probabilities, lambda_val))
+
+
+def test_coverage_and_width_agree_with_mapie():
+    metrics = pytest.importorskip("mapie.metrics.classification")
+    generator = torch.Generator().manual_seed(0)
+    scores, labels = torch.rand(300, 12, generator=generator), torch.randint(0, 12, (300,), generator=generator)
+    lambda_val = average_k_threshold(scores, 4)
+    stats = SetStatistics([4], 300, thresholds={4: lambda_val})
+    stats.update(scores, labels)
+    result = stats.compute()[4]
+    sets = predict_sets(scores, lambda_val).numpy()[..., None]  # (n, L, 1), as MAPIE takes them
+    assert metrics.classification_coverage_score(labels.numpy(), sets)[0] == pytest.approx(
+        result["average_k_accuracy"]
+    )
+    assert metrics.classification_mean_width_score(sets)[0] == pytest.approx(result["mean_set_size"])

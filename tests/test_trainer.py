@@ -7,8 +7,8 @@ import pytest
 import torch
 from transformers import EarlyStoppingCallback, TrainerCallback
 
-from avgk_hf import AvgKConfig, AvgKForImageClassification, prepare
-from avgk_hf.sets import average_k_threshold, predict_sets
+from avgk_hf import AvgKConfig, AvgKForImageClassification, AvgKTrainer, AvgKTrainingArguments, prepare
+from avgk_hf.sets import HEADS, average_k_threshold, head_scores, predict_sets
 
 
 def all_scores(model, dataset):
@@ -93,13 +93,11 @@ def test_predict_works_without_labels(make_trainer, splits):
 
 def test_evaluation_never_holds_the_score_matrix(make_model, splits):
     """With 2,000 classes and K = 1, what is kept is a small part of n x L."""
-    from avgk_hf import AvgKTrainer, AvgKTrainingArguments
-
     model = make_model(num_labels=2000, k=1)
     args = AvgKTrainingArguments("unused", per_device_eval_batch_size=3, disable_tqdm=True)
     trainer = AvgKTrainer(model, args, eval_dataset=prepare(splits["validation"], model.config))
     trainer.evaluate()
-    statistics = trainer._statistics
+    statistics = trainer.statistics()
     kept = len(statistics.stream._held) + sum(
         sum(t.numel() for t in parts)
         for parts in (statistics._labels, statistics._true_scores, statistics._best_scores, statistics._ranks)
@@ -210,8 +208,6 @@ def test_equal_seeds_give_equal_numbers(make_trainer):
 
 
 def test_bad_input_is_refused(make_trainer, make_model, splits, tmp_path):
-    from avgk_hf import AvgKTrainer, AvgKTrainingArguments
-
     model, args = make_model(), AvgKTrainingArguments(str(tmp_path), calibrate_k=[7])
     with pytest.raises(ValueError, match=r"k=7 must be a number in \[1, 6\)"):
         AvgKTrainer(model, args)
@@ -232,3 +228,135 @@ def test_saved_run_is_json_and_safetensors(make_trainer):
     config = json.loads((Path(trainer.args.output_dir) / "config.json").read_text())
     assert config["model_type"] == "avgk" and config["k"] == 2 and len(config["thresholds"]) == 4
     assert (Path(trainer.args.output_dir) / "model.safetensors").is_file()
+
+
+def head_accuracies(model, dataset, k):
+    """Average-K accuracy and threshold of each head on a dataset, by a plain loop."""
+    rows = [dataset[i] for i in range(len(dataset))]
+    labels = torch.tensor([row["labels"] for row in rows])
+    with torch.no_grad():
+        output = model.eval()(torch.stack([row["pixel_values"] for row in rows]))
+    result = {}
+    for head in HEADS:
+        scores = head_scores(output.logits, output.sccp_logits, head)
+        lambda_val = average_k_threshold(scores, k)
+        result[head] = (predict_sets(scores, lambda_val).gather(1, labels[:, None]).float().mean().item(), lambda_val)
+    return result
+
+
+def test_every_head_is_scored_in_the_same_pass(make_trainer, splits):
+    trainer = make_trainer()
+    metrics = trainer.evaluate()
+    config = trainer.model.config
+    for k, suffix in ((2, ""), (3, "@3")):
+        for head, (accuracy, lambda_val) in head_accuracies(trainer.model, trainer.eval_dataset, k).items():
+            assert metrics[f"eval_average_k_accuracy_{head}{suffix}"] == pytest.approx(accuracy)
+            assert config.head_thresholds[head][str(k)] == pytest.approx(lambda_val, rel=1e-5)
+    assert metrics["eval_average_k_accuracy"] == metrics["eval_average_k_accuracy_ml"]
+    assert config.heads == {} and config.thresholds == config.head_thresholds["ml"]
+    test = trainer.evaluate(prepare(splits["test"], config), metric_key_prefix="test")
+    assert {f"test_average_k_accuracy_{head}" for head in HEADS} <= set(test)
+
+
+def test_single_head_models_report_one_accuracy(make_trainer, make_model):
+    metrics = make_trainer(model=make_model(objective="ce")).evaluate()
+    assert not any(name.startswith("eval_average_k_accuracy_") for name in metrics)
+
+
+def test_auto_keeps_the_best_head_of_each_k(make_trainer, make_model, splits, tmp_path):
+    model = make_model(head="auto")
+    # heads that are right about different images: each K may prefer another one
+    torch.manual_seed(5)
+    torch.nn.init.normal_(model.ml_head.weight)
+    torch.nn.init.normal_(model.sccp_head.weight)
+    trainer = make_trainer(model=model)
+    metrics = trainer.evaluate()
+    config = model.config
+    for key, k in (("1", 1), ("1.5", 1.5), ("2", 2), ("3", 3)):
+        accuracies = head_accuracies(model, trainer.eval_dataset, k)
+        best = max(accuracies.values())[0]
+        assert accuracies[config.heads[key]][0] == pytest.approx(best)
+        assert config.thresholds[key] == config.head_thresholds[config.heads[key]][key]
+    assert metrics["eval_average_k_accuracy"] == max(metrics[f"eval_average_k_accuracy_{head}"] for head in HEADS)
+    assert len(set(config.heads.values())) > 1, "one head is best for every K: this test shows little"
+
+    chosen = dict(config.heads)
+    test = prepare(splits["test"], config)
+    output = trainer.predict(test)
+    assert config.heads == chosen  # the choice never sees test data
+    model.save_pretrained(tmp_path / "auto")
+    loaded = AvgKForImageClassification.from_pretrained(tmp_path / "auto")
+    pixels = torch.stack([row["pixel_values"] for row in test])
+    assert loaded.predict_sets(pixels) == output.predictions
+    with torch.no_grad():
+        logits = loaded.eval()(pixels)
+    for k in (1, 3):
+        scores = head_scores(logits.logits, logits.sccp_logits, chosen[str(k)])
+        mask = predict_sets(scores, config.thresholds[str(k)])
+        assert [sorted(s) for s in loaded.predict_sets(pixels, k=k)] == [m.nonzero()[:, 0].tolist() for m in mask]
+
+
+def test_best_checkpoint_is_chosen_by_the_head_in_force(make_trainer, make_model):
+    recorder = Recorder()
+    trainer = make_trainer(model=make_model(head="sccp"), callbacks=[recorder], num_train_epochs=3)
+    trainer.train()
+    assert trainer.state.best_metric == max(m["eval_average_k_accuracy_sccp"] for m in recorder.metrics)
+
+
+def test_role_trains_its_label_estimates(make_trainer, make_model, tmp_path, caplog):
+    trainer = make_trainer(
+        model=make_model(objective="role", theta_lr=10.0),
+        optim_args="momentum=0.9",
+        max_grad_norm=0,
+        save_total_limit=5,
+    )
+    before = trainer.objective.theta.detach().clone()
+    trainer.train()
+    groups = trainer.optimizer.param_groups
+    assert groups[-1]["params"][0] is trainer.objective.theta
+    assert groups[-1]["initial_lr"] == 10 * groups[0]["initial_lr"] and groups[-1]["weight_decay"] == 0
+    assert trainer.objective.theta.shape == (72, 6) and trainer.objective.seen.all()
+    assert not torch.equal(before, trainer.objective.theta)
+
+    first, last = sorted(Path(trainer.args.output_dir).glob("checkpoint-*"), key=lambda p: int(p.name.split("-")[1]))
+    assert (first / "objective.safetensors").is_file()
+    trainer.save_model(tmp_path / "saved")
+    assert not (tmp_path / "saved" / "objective.safetensors").exists()
+    assert not any("theta" in key for key in AvgKForImageClassification.from_pretrained(last).state_dict())
+
+    again = make_trainer(
+        model=make_model(objective="role", theta_lr=10.0),
+        optim_args="momentum=0.9",
+        max_grad_norm=0,
+        save_total_limit=5,
+    )
+    assert not torch.equal(again.objective.theta, trainer.objective.theta)
+    again.train(resume_from_checkpoint=str(first))
+    assert torch.equal(again.objective.theta, trainer.objective.theta)
+    assert torch.equal(again.model.ml_head.weight, trainer.model.ml_head.weight)
+
+
+def test_role_states_its_memory(make_trainer, make_model, monkeypatch, capsys):
+    from avgk_hf import trainer as module
+
+    said = []
+    monkeypatch.setattr(module.logger, "warning", said.append)
+    make_trainer(model=make_model(objective="role"), optim_args="momentum=0.9")
+    assert said == [
+        "role: label estimates for 72 images x 6 classes, their gradient and 1 optimizer state(s) take 0.00 GiB on"
+        " every process."
+    ]
+    monkeypatch.setattr(module, "LARGE_STATE", 72 * 6 * 4 * 3 - 1)
+    make_trainer(model=make_model(objective="role"), optim_args="momentum=0.9")
+    assert "more than 2 GiB: the objectives avgk and epr need none of it" in said[-1]
+    make_trainer(model=make_model(objective="ce"))
+    assert len(said) == 2
+
+
+@pytest.mark.parametrize("objective", ["an", "epr", "topk"])
+def test_baselines_train_and_calibrate(objective, make_trainer, make_model):
+    score = "logit" if objective == "topk" else "softmax"
+    trainer = make_trainer(model=make_model(objective=objective, score=score), num_train_epochs=1)
+    trainer.train()
+    assert trainer.model.config.thresholds
+    assert trainer.state.log_history[-1]["train_loss"] > 0
