@@ -52,6 +52,10 @@ def build_parser() -> argparse.ArgumentParser:
     predict.add_argument("--min-size", type=int, default=1, help="at least this many classes (%(default)s)")
     predict.add_argument("--json", action="store_true", help="print JSON")
 
+    plot = commands.add_parser("plot", help="draw set sizes, accuracy against K and contact sheets of runs")
+    plot.add_argument("runs", nargs="+", metavar="RUN", help="folders of finished `avgk train` runs")
+    plot.add_argument("--out", default="runs/plots", help="folder for the pictures, PNG and SVG (%(default)s)")
+
     glyphs = commands.add_parser("glyphs", help="write the generated glyphs as an image folder")
     glyphs.add_argument("--out", required=True, help="folder to write split/class/image.png to")
     glyphs.add_argument("--seed", type=int, default=0, help="same seed, same images (%(default)s)")
@@ -122,7 +126,7 @@ def run_predict(args: argparse.Namespace) -> None:
     transform = ImageTransform(model.config)
     predictions = []
     for path in args.images:
-        scores = model.scores(transform.image(path)[None])  # (1, L)
+        scores = model.scores(transform.image(path)[None], args.k)  # (1, L)
         classes = ranked_sets(scores, predict_sets(scores, lambda_val, args.min_size))[0]
         found = [{"label": model.config.id2label[j], "score": scores[0, j].item()} for j in classes]
         predictions.append({"image": path, "set": found})
@@ -133,6 +137,14 @@ def run_predict(args: argparse.Namespace) -> None:
         print(f"{prediction['image']}: {len(prediction['set'])} class{'es' * (len(prediction['set']) != 1)}")
         for item in prediction["set"]:
             print(f"  {item['score']:8.4f}  {item['label']}")
+
+
+def run_plot(args: argparse.Namespace) -> None:
+    """`avgk plot`."""
+    from .plots import plot_runs
+
+    for path in plot_runs(args.runs, args.out):
+        print(path)
 
 
 def run_glyphs(args: argparse.Namespace) -> None:
@@ -149,6 +161,7 @@ COMMANDS = {
     "calibrate": run_evaluate,
     "evaluate": run_evaluate,
     "predict": run_predict,
+    "plot": run_plot,
     "glyphs": run_glyphs,
 }
 

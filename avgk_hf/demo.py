@@ -4,14 +4,13 @@ import json
 from pathlib import Path
 from typing import Any
 
-from .data import load_splits, prepare
+from .data import load_splits
 from .modeling import AvgKForImageClassification
-from .plots import contact_sheet, set_size_histogram
+from .plots import model_sheet, set_size_histogram
 from .sets import k_key
 from .train import parse_recipe, run
 
 OBJECTIVES = {"ce": "CE", "avgk": "AVG-K"}
-SHEET_IMAGES = 480
 
 
 def find_recipe(name: str) -> Path:
@@ -64,11 +63,8 @@ def demo(folder: str | Path = "runs/demo", overrides: list[str] | None = None) -
         results[name] = run(model_args, data_args, args, splits)
 
     model = AvgKForImageClassification.from_pretrained(folder / "avgk")
-    sample = splits["test"].select(range(min(SHEET_IMAGES, len(splits["test"]))))
-    ready = prepare(sample, model.config)
-    sets = [s for batch in ready.iter(64) for s in model.predict_sets(_stacked(batch["pixel_values"]), min_size=1)]
     sheet, histogram = folder / "contact_sheet.png", folder / "set_sizes.png"
-    contact_sheet(list(sample["image"]), sets, list(sample["label"]), sample.features["label"].names, sheet)
+    model_sheet(model, splits["test"], sheet)
     set_size_histogram(
         {name: result["set_sizes"]["all"] for name, result in results.items()},
         histogram,
@@ -87,9 +83,3 @@ def demo(folder: str | Path = "runs/demo", overrides: list[str] | None = None) -
         print(f"{what + ':':18}{path}")
     print(f"\nNext: avgk predict {folder / 'avgk'} IMAGE.png")
     return results
-
-
-def _stacked(tensors: list) -> Any:
-    import torch
-
-    return torch.stack(tensors)

@@ -13,7 +13,12 @@ METHODS = {
     "ce": "Trained with cross-entropy; its scores are thresholded.",
     "avgk": "Trained with the AVG-K loss: a softmax head proposes candidate classes over the whole batch, and a"
     " multi-label head, whose scores are thresholded, is trained on them.",
+    "an": "Trained with the assume-negative loss (AN): binary cross-entropy with the label as the only positive.",
+    "epr": "Trained with expected positive regularisation (EPR): the label is positive, and K positives are expected.",
+    "role": "Trained with ROLE: labels that were not observed are estimated for every training image.",
+    "topk": "Trained with the balanced noised top-K hinge loss.",
 }
+HYPERPARAMETERS = {"avgk": ["alpha"], "epr": ["beta"], "role": ["role_lambda", "theta_lr"], "topk": ["epsilon"]}
 
 
 def write_model_card(folder: Path, config: AvgKConfig, results: dict[str, Any], args: Any) -> None:
@@ -66,7 +71,7 @@ def write_model_card(folder: Path, config: AvgKConfig, results: dict[str, Any], 
             "backbone": config.architecture,
             "objective": config.objective,
             "k": k_key(config.k),
-            **({"alpha": config.alpha} if config.objective == "avgk" else {}),
+            **{name: getattr(config, name) for name in HYPERPARAMETERS.get(config.objective, ())},
             "score / head": f"{config.score} / {config.head}",
             "epochs": args.num_train_epochs,
             "batch size": args.train_batch_size,

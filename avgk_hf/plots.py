@@ -1,11 +1,22 @@
-"""Pictures of set predictions: what the sets look like, and how large they are."""
+"""Pictures of set predictions: what the sets look like, how large they are, and what a larger K buys."""
 
+import json
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+import torch
+from datasets import Dataset
 
+from .calibrate import evaluate
+from .data import load_splits, prepare
+from .modeling import AvgKForImageClassification
+from .sets import k_key
+
+SHEET_IMAGES = 480
+CURVE_KS = range(1, 21)
+LINES = [("-", "o"), ("--", "s"), (":", "^"), ("-.", "D"), ((0, (1, 1)), "v"), ((0, (5, 1)), "x")]
 MARKS = [("", "0.35"), ("///", "0.85"), ("...", "0.6"), ("xx", "0.95")]  # hatch and grey: readable without colour
 
 
@@ -65,11 +76,20 @@ def contact_sheet(
     _save(figure, path)
 
 
+def model_sheet(model: AvgKForImageClassification, dataset: Dataset, path: str | Path) -> None:
+    """The contact sheet of a calibrated model on the first images of one split of `load_splits`."""
+    sample = dataset.select(range(min(SHEET_IMAGES, len(dataset))))
+    sets = []
+    for batch in prepare(sample, model.config).iter(64):
+        sets += model.predict_sets(torch.stack(batch["pixel_values"]), min_size=1)
+    contact_sheet(list(sample["image"]), sets, list(sample["label"]), sample.features["label"].names, path)
+
+
 def _short(name: str, most: int = 26) -> str:
     return name if len(name) <= most else name[: most - 1] + "…"
 
 
-def set_size_histogram(counts: dict[str, Sequence[int]], path: str | Path, title: str = "Set sizes") -> None:
+def set_size_histogram(counts: dict[str, Sequence[int]], path: str | Path, title: str = "Set sizes on test") -> None:
     """Share of images by set size, one series for each run or group of classes.
 
     Args:
@@ -93,6 +113,101 @@ def set_size_histogram(counts: dict[str, Sequence[int]], path: str | Path, title
     axis.legend(frameon=False)
     figure.tight_layout()
     _save(figure, path)
+
+
+def accuracy_curve(curves: dict[str, dict[float, float]], path: str | Path) -> None:
+    """Average-K accuracy against K, one line for each run.
+
+    Args:
+        curves: For each run, {K: accuracy}.
+        path: PNG or SVG to write.
+    """
+    plt = _pyplot()
+    figure, axis = plt.subplots(figsize=(7, 3.8))
+    for i, (name, curve) in enumerate(curves.items()):
+        style, marker = LINES[i % len(LINES)]
+        grey = str(0.15 * (i % 4))
+        axis.plot(list(curve), [100 * v for v in curve.values()], linestyle=style, marker=marker, color=grey,
+                  markersize=4, label=name)  # fmt: skip
+    axis.set(xlabel="K, average set size on validation", ylabel="average-K accuracy on test (%)")
+    axis.xaxis.get_major_locator().set_params(integer=True)
+    axis.grid(alpha=0.3)
+    axis.legend(frameon=False)
+    figure.tight_layout()
+    _save(figure, path)
+
+
+def plot_runs(runs: Sequence[str | Path], out: str | Path, formats: Sequence[str] = ("png", "svg")) -> list[Path]:
+    """All pictures of one or more runs of `avgk train`, from their models and their data.
+
+    Thresholds for K = 1 to 20 are computed on validation in memory; the runs themselves are not changed. The numbers
+    behind the accuracy curve are written beside it.
+
+    Args:
+        runs: Folders of runs.
+        out: Folder for the pictures.
+        formats: Endings of the files to write.
+
+    Returns:
+        The files that were written.
+    """
+    out = Path(out)
+    out.mkdir(parents=True, exist_ok=True)
+    names = [Path(run).name for run in runs]
+    if len(set(names)) < len(names):
+        names = [str(run).strip("/").replace("/", "-") for run in runs]
+    loaded: dict[str, Any] = {}
+    sizes, curves, files = {}, {}, []
+
+    def draw(name: str, picture: Any, *arguments: Any) -> None:
+        for ending in formats:
+            files.append(out / f"{name}.{ending}")
+            picture(*arguments, files[-1])
+
+    for name, run in zip(names, runs, strict=True):
+        results = _read_results(Path(run))
+        data = results["data"]
+        key = json.dumps(data, sort_keys=True)
+        if key not in loaded:
+            loaded[key] = load_splits(
+                data["dataset"],
+                data["dataset_config"],
+                data["image_column"],
+                data["label_column"],
+                data["glyphs_seed"],
+            )
+        splits = loaded[key]
+        model = AvgKForImageClassification.from_pretrained(run)
+        draw(f"contact_sheet_{name}", model_sheet, model, splits[data["test_split"]])
+        draw(f"set_sizes_by_shot_{name}", set_size_histogram, _by_shot(results["set_sizes"]))
+        sizes[name] = results["set_sizes"]["all"]
+        curves[name] = _curve(model, splits[data["validation_split"]], splits[data["test_split"]])
+    draw("set_sizes", set_size_histogram, sizes)
+    draw("accuracy_against_k", accuracy_curve, curves)
+    files.append(out / "accuracy_against_k.json")
+    files[-1].write_text(json.dumps(curves, indent=2) + "\n")
+    return files
+
+
+def _read_results(run: Path) -> dict[str, Any]:
+    if not (run / "results.json").is_file():
+        raise FileNotFoundError(f"{run} holds no results.json; name the folder of a finished `avgk train`.")
+    results = json.loads((run / "results.json").read_text())
+    if "set_sizes" not in results:
+        raise ValueError(f"{run} was not evaluated on a test split, so there are no set sizes to show.")
+    return results
+
+
+def _by_shot(set_sizes: dict[str, list[int]]) -> dict[str, list[int]]:
+    return {f"{name} shot": set_sizes[name] for name in ("few", "medium", "many") if sum(set_sizes[name])}
+
+
+def _curve(model: AvgKForImageClassification, validation: Dataset, test: Dataset) -> dict[float, float]:
+    ks = [k for k in CURVE_KS if k < model.config.num_labels]
+    evaluate(model, validation, ks, calibrate=True)
+    metrics = evaluate(model, test, ks)
+    own = model.config.k
+    return {k: metrics["average_k_accuracy" + ("" if k == own else f"@{k_key(k)}")] for k in ks}
 
 
 def _save(figure: Any, path: str | Path) -> None:

@@ -29,6 +29,7 @@ SCORES = {
     "sigmoid": lambda logits: logits.sigmoid(),
     "logit": lambda logits: logits,
 }
+HEADS = ("ml", "sccp", "mean")
 SHOTS = {"few": (0, 20), "medium": (20, 101), "many": (101, math.inf)}  # training images of a class: [low, high)
 
 

@@ -8,7 +8,7 @@ every one can be overridden on the command line. The same file runs on several p
 import difflib
 import json
 import sys
-from dataclasses import dataclass, field, fields
+from dataclasses import asdict, dataclass, field, fields
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any, NoReturn
@@ -20,11 +20,12 @@ from datasets import DatasetDict
 from transformers import EarlyStoppingCallback, HfArgumentParser, set_seed
 
 from . import __version__, auto  # noqa: F401  (auto makes the Auto classes know the model)
+from .configuration import OBJECTIVES
 from .data import load_splits, prepare
 from .data.transforms import AUGMENTATIONS
 from .model_card import write_model_card
 from .modeling import AvgKForImageClassification
-from .sets import SHOTS, k_key
+from .sets import HEADS, SCORES, SHOTS, k_key
 from .trainer import AvgKTrainer
 from .training_args import AvgKTrainingArguments
 
@@ -44,13 +45,15 @@ class ModelArguments:
     channels_last: bool = field(
         default=False, metadata={"help": "Lay tensors out channels last, usually faster for convolutional backbones."}
     )
-    objective: str = field(default="avgk", metadata={"help": "The loss to train with.", "choices": ["ce", "avgk"]})
+    objective: str = field(default="avgk", metadata={"help": "The loss to train with.", "choices": list(OBJECTIVES)})
     k: float = field(default=5, metadata={"help": "Average set size K, in [1, number of classes)."})
     alpha: float = field(default=1.0, metadata={"help": "Weight of the pseudo-labels in the AVG-K loss."})
-    score: str = field(
-        default="softmax", metadata={"help": "What is thresholded.", "choices": ["softmax", "sigmoid", "logit"]}
-    )
-    head: str = field(default="ml", metadata={"help": "Which head answers.", "choices": ["ml", "sccp", "mean"]})
+    beta: float = field(default=0.01, metadata={"help": "Weight of the regulariser in the EPR loss."})
+    epsilon: float = field(default=1.0, metadata={"help": "Standard deviation of the noise in the top-K loss."})
+    role_lambda: float = field(default=0.0, metadata={"help": "Weight of the regulariser in the ROLE loss."})
+    theta_lr: float = field(default=1.0, metadata={"help": "Learning rate of ROLE's label estimates, as a factor."})
+    score: str = field(default="softmax", metadata={"help": "What is thresholded.", "choices": list(SCORES)})
+    head: str = field(default="ml", metadata={"help": "Which head answers.", "choices": [*HEADS, "auto"]})
 
 
 @dataclass
@@ -70,6 +73,7 @@ class DataArguments:
     )
 
 
+HYPERPARAMETERS = ("alpha", "beta", "epsilon", "role_lambda", "theta_lr", "score", "head")
 Arguments = tuple[ModelArguments, DataArguments, AvgKTrainingArguments]
 
 
@@ -138,9 +142,7 @@ def build_model(arguments: ModelArguments, names: list[str]) -> AvgKForImageClas
         checkpoint=arguments.checkpoint,
         image_size=arguments.image_size,
         model_args=model_args,
-        alpha=arguments.alpha,
-        score=arguments.score,
-        head=arguments.head,
+        **{name: getattr(arguments, name) for name in HYPERPARAMETERS},
     )
     return model.to(memory_format=torch.channels_last) if arguments.channels_last else model
 
@@ -191,6 +193,7 @@ def run(
     trainer.train(resume_from_checkpoint=args.resume_from_checkpoint)
     results: dict[str, Any] = {
         "dataset": data_args.dataset,
+        "data": asdict(data_args),
         "objective": model_args.objective,
         "k": model.config.k,
         "seed": args.seed,
@@ -218,7 +221,7 @@ def _plain(metrics: dict[str, float], prefix: str) -> dict[str, float]:
 
 def set_size_counts(trainer: AvgKTrainer, k: float) -> dict[str, list[int]]:
     """How many images of the last evaluation got a set of 0, 1, 2, ... classes, for all classes and by shot."""
-    sizes, labels = trainer._statistics.set_sizes(k), trainer._statistics.labels
+    sizes, labels = trainer.statistics(k).set_sizes(k), trainer.statistics(k).labels
     train_counts = np.asarray(trainer.model.config.train_counts)[labels]  # (n,), of each image's class
     counts = {"all": np.bincount(sizes).tolist()}
     for name, (low, high) in SHOTS.items():

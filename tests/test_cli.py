@@ -136,6 +136,26 @@ def test_demo_on_one_epoch(tmp_path, monkeypatch, capsys):
         }
 
 
+def test_plot_draws_every_picture(model_folder, tmp_path, capsys):
+    before = (model_folder / "config.json").read_bytes()
+    assert main(["plot", str(model_folder), "--out", str(tmp_path / "plots")]) == 0
+    printed = capsys.readouterr().out.split()
+    stems = ["contact_sheet_run", "set_sizes_by_shot_run", "set_sizes", "accuracy_against_k"]
+    for stem in stems:
+        png, svg = (tmp_path / "plots" / f"{stem}.{ending}" for ending in ("png", "svg"))
+        assert png.read_bytes()[:8] == b"\x89PNG\r\n\x1a\n" and "<svg" in svg.read_text()
+        assert str(png) in printed and str(svg) in printed
+    curve = json.loads((tmp_path / "plots" / "accuracy_against_k.json").read_text())["run"]
+    results = json.loads((model_folder / "results.json").read_text())
+    assert list(curve) == ["1", "2", "3", "4", "5"]  # below the number of classes
+    assert (
+        curve["2"] == results["test"]["average_k_accuracy"] and curve["3"] == results["test"]["average_k_accuracy@3"]
+    )
+    assert (model_folder / "config.json").read_bytes() == before
+    assert main(["plot", str(tmp_path), "--out", str(tmp_path / "none")]) == 2
+    assert "holds no results.json" in capsys.readouterr().err
+
+
 def test_glyphs_command(tmp_path, capsys, monkeypatch):
     from avgk_hf.data import glyphs
 

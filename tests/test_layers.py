@@ -9,11 +9,11 @@ ROOT = Path(__file__).parent.parent
 PACKAGE = ROOT / "avgk_hf"
 LAYERS = [
     {"sets", "data"},
-    {"configuration"},
+    {"configuration", "metrics"},
     {"modeling", "losses"},
     {"auto", "training_args", "trainer"},
-    {"model_card", "plots", "calibrate"},
-    {"train"},
+    {"model_card", "calibrate"},
+    {"plots", "train"},
     {"demo"},
     {"cli"},
 ]
