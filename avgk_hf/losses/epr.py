@@ -1,0 +1,61 @@
+"""Expected positive regularisation: the label is a positive, and K positives are expected on average."""
+
+from typing import Any
+
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from .labels import check_labels, widen
+
+
+class ExpectedPositiveLoss(nn.Module):
+    r"""EPR: positive binary cross-entropy, with the mean number of predicted positives held near K.
+
+    .. math::
+        \ell = -\frac{1}{B} \sum_i \log \sigma(z_{i y_i}) + \beta (\hat{K} - K)^2, \qquad
+        \hat{K} = \frac{1}{B} \sum_{ij} \sigma(z_{ij})
+
+    Args:
+        k: Average set size.
+        beta: Weight of the regulariser, which is *not* divided by L^2 as in the public code of Cole et al.: a value
+            tuned there does not carry over.
+
+    Reference:
+        Garcin et al., "A two-head loss function for deep Average-K classification", section 4.5, after Cole et al.,
+        "Multi-Label Learning from Single Positive Labels" (2021).
+
+    Inputs:
+        - outputs: `.logits` (B, L)
+        - labels: (B,), each in [0, L)
+        - index: not used
+
+    Relation to the other losses:
+        - `AssumeNegativeLoss` pushes every other class down; here only their number is bounded.
+        - `OnlineLabelLoss` (ROLE) adds estimates of the unobserved labels.
+
+    Example:
+        >>> import torch
+        >>> from avgk_hf.modeling import AvgKOutput
+        >>> outputs = AvgKOutput(logits=torch.zeros(4, 10))  # K_hat = 5
+        >>> round(ExpectedPositiveLoss(k=2, beta=0.1)(outputs, torch.tensor([0, 3, 3, 9])).item(), 4)  # log 2 + 0.9
+        1.5931
+    """
+
+    def __init__(self, k: float, beta: float = 0.01) -> None:
+        super().__init__()
+        if not beta >= 0:
+            raise ValueError(f"beta={beta!r} must be at least 0, e.g. 0.01.")
+        self.k = k
+        self.beta = beta
+
+    def forward(self, outputs: Any, labels: Tensor, index: Tensor | None = None) -> Tensor:
+        """Return the scalar loss."""
+        check_labels(labels, outputs.logits)
+        logits = widen(outputs.logits)
+        return expected_positive_loss(logits, labels, self.k, self.beta)
+
+
+def expected_positive_loss(logits: Tensor, labels: Tensor, k: float, beta: float) -> Tensor:
+    """The formula above for logits (B, L), which ROLE applies to predictions and to estimates."""
+    expected = logits.sigmoid().sum() / len(labels)
+    return F.softplus(-logits.gather(1, labels[:, None])).mean() + beta * (expected - k) ** 2

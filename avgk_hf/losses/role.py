@@ -1,0 +1,106 @@
+"""Regularised online label estimation: unobserved labels are estimated while the model is trained."""
+
+import math
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from .epr import expected_positive_loss
+from .labels import check_labels, widen
+
+UNOBSERVED = math.log(0.6 / 0.4)  # estimates of unobserved labels start between 0.4 and 0.6
+OBSERVED = math.log(0.995 / 0.005)  # those of observed labels at 0.995
+
+
+class OnlineLabelLoss(nn.Module):
+    r"""ROLE: predictions sigma(Z) and label estimates sigma(Theta) are trained to match each other.
+
+    .. math::
+        \ell = \tfrac{1}{2} [\ell'(Z \mid \Theta) + \ell'(\Theta \mid Z)], \qquad
+        \ell'(A \mid C) = EPR_\lambda(A)
+        - \frac{1}{B} \sum_{ij} \big[ \sigma(c_{ij}) \log \sigma(a_{ij})
+        + (1 - \sigma(c_{ij})) \log(1 - \sigma(a_{ij})) \big]
+
+    where no gradient flows into what stands behind the bar, and EPR_lambda is `ExpectedPositiveLoss` with that beta.
+    Theta has a row for every training image, found by the image's `index`. It is a parameter of this module: the
+    trainer puts it into the optimizer with its own learning rate and into checkpoints, and it is no part of the saved
+    model. Without `index` (evaluation) the estimates are unknown, and the loss is EPR_lambda(Z).
+
+    Args:
+        k: Average set size.
+        num_examples: Number of training images n.
+        num_labels: Number of classes L.
+        role_lambda: Weight of the regulariser.
+        theta_lr: Learning rate of Theta relative to that of the model.
+
+    Reference:
+        Garcin et al., "A two-head loss function for deep Average-K classification", section 4.6, after Cole et al.,
+        "Multi-Label Learning from Single Positive Labels" (2021). Their public code divides all of it by L and the
+        regulariser by L^2 once more.
+
+    Inputs:
+        - outputs: `.logits` (B, L)
+        - labels: (B,), each in [0, L)
+        - index: (B,), each in [0, n), the position of the image in the training set
+
+    Relation to the other losses:
+        - `ExpectedPositiveLoss` is what remains when nothing is known about the unobserved labels.
+        - `AvgKLoss` also trains on estimated labels, but takes them from a second head and needs no memory per image.
+
+    Example:
+        >>> from avgk_hf.modeling import AvgKOutput
+        >>> loss = OnlineLabelLoss(k=2, num_examples=50, num_labels=10)
+        >>> outputs, labels = AvgKOutput(logits=torch.zeros(2, 10)), torch.tensor([3, 4])
+        >>> loss(outputs, labels, index=torch.tensor([7, 49])).shape, loss.theta.shape
+        (torch.Size([]), torch.Size([50, 10]))
+    """
+
+    def __init__(
+        self, k: float, num_examples: int, num_labels: int, role_lambda: float = 0.0, theta_lr: float = 1.0
+    ) -> None:
+        super().__init__()
+        for name, value in (("role_lambda", role_lambda), ("theta_lr", theta_lr)):
+            if not value >= 0:
+                raise ValueError(f"{name}={value!r} must be at least 0, e.g. 1.0.")
+        self.k = k
+        self.role_lambda = role_lambda
+        self.theta_lr = theta_lr
+        self.theta = nn.Parameter(torch.empty(num_examples, num_labels).uniform_(-UNOBSERVED, UNOBSERVED))
+        self.register_buffer("seen", torch.zeros(num_examples, dtype=torch.bool))
+
+    def forward(self, outputs: Any, labels: Tensor, index: Tensor | None = None) -> Tensor:
+        """Return the scalar loss."""
+        check_labels(labels, outputs.logits)
+        logits = widen(outputs.logits)
+        if index is None or not torch.is_grad_enabled():
+            return expected_positive_loss(logits, labels, self.k, self.role_lambda)
+        if index.device.type == "cpu" and not ((index >= 0) & (index < len(self.theta))).all():
+            raise ValueError(
+                f"an index lies outside [0, {len(self.theta)}), the training images ROLE was built for: number them"
+                " from 0 in the column `index`."
+            )
+        self._observe(labels, index)
+        theta = self.theta[index].to(logits.dtype)  # (B, L)
+        return (self._side(logits, theta, labels) + self._side(theta, logits, labels)) / 2
+
+    def _side(self, logits: Tensor, targets: Tensor, labels: Tensor) -> Tensor:
+        cross = F.binary_cross_entropy_with_logits(logits, targets.detach().sigmoid(), reduction="sum") / len(labels)
+        return expected_positive_loss(logits, labels, self.k, self.role_lambda) + cross
+
+    @torch.no_grad()
+    def _observe(self, labels: Tensor, index: Tensor) -> None:
+        """Set the estimate of an image's label to 0.995 when the image is seen for the first time."""
+        own = self.theta[index, labels]
+        self.theta[index, labels] = torch.where(self.seen[index], own, torch.full_like(own, OBSERVED))
+        self.seen[index] = True
+
+    @staticmethod
+    def memory(num_examples: int, num_labels: int, optimizer_states: int) -> int:
+        """Bytes that Theta, its gradient and the optimizer's states take.
+
+        >>> OnlineLabelLoss.memory(num_examples=45_000, num_labels=100, optimizer_states=1)  # SGD with momentum
+        54000000
+        """
+        return num_examples * num_labels * 4 * (2 + optimizer_states)

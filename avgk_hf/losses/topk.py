@@ -1,0 +1,69 @@
+"""The balanced noised top-K loss: a smoothed hinge between the label and the (K + 1)-th largest score."""
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from .labels import check_labels, widen
+
+
+class NoisedTopKLoss(nn.Module):
+    r"""TOP-K: the label's score should exceed the smoothed (K + 1)-th largest score by a margin of 1.
+
+    .. math::
+        \ell = \frac{1}{B} \sum_i \max(0, 1 + \tilde{s}_{[K+1]}(z_i) - z_{i y_i}), \qquad
+        \tilde{s}_{[k]}(z) = \frac{1}{S} \sum_{s=1}^{S} (z + \epsilon Z_s)_{[k]}, \quad Z_s \sim N(0, I)
+
+    where v_[k] is the k-th largest entry of v. The gradient of the smoothed score is the mean indicator of the
+    perturbed k-th place.
+
+    The loss has no probabilities, so either of two scores can be thresholded: the raw logits (`score: logit`, what the
+    hinge compares) or their softmax (`score: softmax`, what the paper's evaluation does for every loss and the default
+    here). They order the classes of one image alike, but not the classes of different images.
+
+    Args:
+        k: Average set size; of a fraction, the whole part is used.
+        epsilon: Standard deviation of the noise.
+        num_samples: Number S of noise vectors.
+
+    Reference:
+        Garcin et al., "Stochastic smoothing of the top-K calibrated hinge loss for deep imbalanced classification"
+        (ICML 2022), the baseline TOP-K of the average-K paper.
+
+    Inputs:
+        - outputs: `.logits` (B, L)
+        - labels: (B,), each in [0, L)
+        - index: not used
+        - noise: (B, L, S), drawn if not given
+
+    Relation to the other losses:
+        - The other losses threshold over the batch or the dataset; this one asks for K classes in every image.
+
+    Example:
+        >>> from avgk_hf.modeling import AvgKOutput
+        >>> outputs = AvgKOutput(logits=torch.tensor([[3.0, 1.0, 0.5, 0.0]]))
+        >>> NoisedTopKLoss(k=2, epsilon=0.0)(outputs, torch.tensor([3])).item()  # 1 + 0.5 - 0
+        1.5
+    """
+
+    def __init__(self, k: float, epsilon: float = 1.0, num_samples: int = 5) -> None:
+        super().__init__()
+        if not epsilon >= 0:
+            raise ValueError(f"epsilon={epsilon!r} must be at least 0, e.g. 1.0.")
+        self.k = int(k)
+        self.epsilon = epsilon
+        self.num_samples = num_samples
+
+    def forward(
+        self, outputs: Any, labels: Tensor, index: Tensor | None = None, noise: Tensor | None = None
+    ) -> Tensor:
+        """Return the scalar loss."""
+        check_labels(labels, outputs.logits)
+        logits = widen(outputs.logits)
+        if noise is None:
+            noise = torch.randn(*logits.shape, self.num_samples, device=logits.device, dtype=logits.dtype)
+        noised = logits[..., None] + self.epsilon * noise  # (B, L, S)
+        smoothed = noised.topk(self.k + 1, dim=1).values[:, -1].mean(-1)  # (B,)
+        own = logits.gather(1, labels[:, None])[:, 0]
+        return (1 + smoothed - own).relu().mean()
