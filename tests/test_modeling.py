@@ -1,6 +1,9 @@
 """The model: any timm backbone, exact save and load, sets, and clear refusals."""
 
 import json
+import os
+import subprocess
+import sys
 
 import pytest
 import timm
@@ -64,6 +67,26 @@ def test_weights_of_a_local_timm_folder(tmp_path):
         own = model.backbone.state_dict()
         assert all(torch.equal(value, own[key]) for key, value in original.state_dict().items() if key in own)
     assert str(tmp_path) not in json.dumps(model.config.to_dict())  # no path of this machine in a saved model
+
+
+def test_weights_of_a_hub_id(tmp_path):
+    """From the Hub's cache, in a new process, because the place of the cache is read on import."""
+    original = timm.create_model("test_resnet", num_classes=17)
+    repo = tmp_path / "home" / "hub" / "models--someone--tiny"
+    timm.models.save_for_hf(original, repo / "snapshots" / ("0" * 40))
+    (repo / "refs").mkdir()
+    (repo / "refs" / "main").write_text("0" * 40)
+    code = (
+        "from avgk_hf import AvgKForImageClassification as Model\n"
+        "model = Model.from_timm('hf_hub:someone/tiny', num_labels=5, k=2)\n"
+        "assert 'someone' not in model.config.to_json_string()\n"
+        f"model.save_pretrained({str(tmp_path / 'saved')!r})"
+    )
+    environment = {**os.environ, "HF_HOME": str(tmp_path / "home"), "HF_HUB_OFFLINE": "1"}
+    subprocess.run([sys.executable, "-c", code], env=environment, check=True)
+    loaded = AvgKForImageClassification.from_pretrained(tmp_path / "saved")
+    assert loaded.config.architecture == "test_resnet"
+    assert torch.equal(loaded.backbone.conv1[0].weight, original.conv1[0].weight)
 
 
 def test_weights_of_a_safetensors_file(tmp_path):

@@ -20,7 +20,6 @@ def blocks(language: str) -> list[str]:
 def test_python_blocks_run(image_folder, tmp_path, monkeypatch, capsys):
     """With a tiny backbone in place of resnet18, whose pretrained weights need a download."""
     shutil.copytree(image_folder, tmp_path / "my_plants")
-    shutil.copytree(ROOT / "avgk_hf" / "metrics", tmp_path / "avgk_hf" / "metrics")
     monkeypatch.chdir(tmp_path)
     assert blocks("python")
     for block in blocks("python"):
