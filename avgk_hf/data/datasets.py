@@ -4,6 +4,7 @@ from pathlib import Path
 
 import numpy as np
 from datasets import ClassLabel, Dataset, DatasetDict, Features, Image, Value, load_dataset, load_from_disk
+from datasets.exceptions import DatasetGenerationError
 
 from .glyphs import load_glyphs
 
@@ -42,6 +43,9 @@ def load_splits(
         if isinstance(error, ValueError) and "no data" not in str(error):
             raise
         raise ValueError(f"dataset {dataset!r} is empty.") from None
+    except DatasetGenerationError as error:
+        reason = error.__cause__ or error
+        raise ValueError(f"dataset {dataset!r} cannot be read ({reason}): is a file empty or broken?") from error
     if isinstance(splits, Dataset):
         splits = DatasetDict({str(splits.split or "train"): splits})
     names = _class_names(splits, dataset, image_column, label_column)
