@@ -7,8 +7,20 @@ from typing import Any
 from huggingface_hub.dataclasses import strict
 from transformers import PreTrainedConfig
 
-from .sets import HEADS, SCORES, check_k, k_key
+from .sets import HEADS, SCORES, check_k, k_key, stored_head, stored_threshold
 
+INSTALLED = __name__.startswith("avgk_hf.")  # False where this file was loaded as remote code
+AUTO_MAP = {
+    "AutoConfig": "configuration.AvgKConfig",
+    "AutoModelForImageClassification": "modeling.AvgKForImageClassification",
+}
+CUSTOM_PIPELINES = {
+    "average-k-image-classification": {
+        "impl": "pipeline.AverageKImageClassificationPipeline",
+        "pt": ["AutoModelForImageClassification"],
+        "type": "image",
+    }
+}
 OBJECTIVES = ("ce", "avgk", "an", "epr", "role", "topk")
 
 
@@ -67,6 +79,8 @@ class AvgKConfig(PreTrainedConfig):
 
     def __post_init__(self, **kwargs: Any) -> None:
         """Refuse a field that could only fail later, by its name."""
+        if INSTALLED:  # the registered pipeline serves; remote code would ask for trust_remote_code
+            kwargs.pop("custom_pipelines", None)
         super().__post_init__(**kwargs)
         for name, allowed in (("objective", OBJECTIVES), ("score", tuple(SCORES)), ("head", (*HEADS, "auto"))):
             if getattr(self, name) not in allowed:
@@ -74,6 +88,8 @@ class AvgKConfig(PreTrainedConfig):
         for name in ("alpha", "beta", "epsilon", "role_lambda", "theta_lr"):
             if not math.isfinite(getattr(self, name)) or getattr(self, name) < 0:
                 raise ValueError(f"config.{name}={getattr(self, name)!r} must be a finite number >= 0, e.g. 1.0.")
+        if self.score == "sigmoid":
+            self.problem_type = "multi_label_classification"  # the stock pipeline then applies the sigmoid too
         if self.train_counts is not None and len(self.train_counts) != self.num_labels:
             raise ValueError(f"config.train_counts has {len(self.train_counts)} values for {self.num_labels} classes.")
         self._check_thresholds("thresholds", self.thresholds)
@@ -111,31 +127,16 @@ class AvgKConfig(PreTrainedConfig):
     def to_diff_dict(self) -> dict[str, Any]:
         """What is written to config.json: also those defaults that other readers of the file depend on."""
         stated = ("architecture", "pretrained_cfg", "image_processor_type", "objective", "k", "score", "head")
-        output = super().to_diff_dict()
+        output = {**super().to_diff_dict(), "auto_map": AUTO_MAP, "custom_pipelines": CUSTOM_PIPELINES}
         return {**output, **{name: getattr(self, name) for name in (*stated, "sccp_head", "thresholds")}}
 
     def threshold(self, k: float | None = None) -> float:
         """lambda_val of `k` (default: `self.k`); refuses where none was calibrated."""
-        k = check_k(self.k if k is None else k, self.num_labels)
-        if not self.thresholds:
-            raise ValueError(
-                "this model has no thresholds, so it cannot predict sets: calibrate it on validation images with"
-                " `trainer.evaluate()`, or with `avgk calibrate MODEL DATASET`."
-            )
-        if k_key(k) not in self.thresholds:
-            raise ValueError(
-                f"no threshold is stored for k={k_key(k)}; this model is calibrated for k in"
-                f" {', '.join(self.thresholds)}. Ask for one of these, or calibrate again with"
-                f" `avgk calibrate MODEL DATASET --k {k_key(k)}`."
-            )
-        return float(self.thresholds[k_key(k)])
+        return stored_threshold(self, k)
 
     def head_for(self, k: float | None = None) -> str:
         """The head that answers for `k` (default: `self.k`)."""
-        if self.head != "auto":
-            return self.head
-        self.threshold(k)  # refuses where nothing was calibrated, so nothing chosen
-        return self.heads[k_key(self.k if k is None else k)]
+        return stored_head(self, k)
 
     def set_calibration(
         self,

@@ -6,6 +6,8 @@ This file and those it imports also travel with a saved model as remote code, so
 import difflib
 import json
 import math
+import os
+import shutil
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -15,10 +17,18 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 from transformers import initialization as init
+from transformers.models.auto.modeling_auto import MODEL_FOR_IMAGE_CLASSIFICATION_MAPPING_NAMES
 from transformers.utils import ModelOutput
 
 from .configuration import AvgKConfig
+from .pipeline import AverageKImageClassificationPipeline  # noqa: F401  (so that it travels with this file)
 from .sets import check_k, head_scores, predict_sets, ranked_sets
+
+ALIGNMENT = 64  # bytes, as torch allocates
+CODE = ("configuration.py", "modeling.py", "pipeline.py", "sets.py")  # what a saved model carries as remote code
+
+# where the stock pipeline looks up whether it supports a model; registering with the Auto class does not get there
+MODEL_FOR_IMAGE_CLASSIFICATION_MAPPING_NAMES.setdefault("avgk", "AvgKForImageClassification")
 
 
 @dataclass
@@ -59,6 +69,7 @@ class AvgKForImageClassification(PreTrainedModel):
     main_input_name = "pixel_values"
     input_modalities = ("image",)
     model_tags = ("timm", "average-k")
+    supports_gradient_checkpointing = True  # what the class can; an instance answers for its backbone
     accepts_loss_kwargs = False  # otherwise the Trainer would scale the loss by the number of accumulation steps
 
     def __init__(self, config: AvgKConfig) -> None:
@@ -150,13 +161,16 @@ class AvgKForImageClassification(PreTrainedModel):
             bound = 1 / math.sqrt(module.in_features)  # as nn.Linear does
             init.uniform_(module.weight, -bound, bound)
             init.uniform_(module.bias, -bound, bound)
-        elif self._built_on_meta and module._non_persistent_buffers_set:
-            # such buffers are in no checkpoint, and from_pretrained leaves them uninitialised
-            name = next(name for name, other in self.backbone.named_modules() if other is module)
-            fresh = self._fresh_backbone().get_submodule(name)
-            for buffer in module._non_persistent_buffers_set:
-                if getattr(module, buffer) is not None:
-                    getattr(module, buffer).copy_(getattr(fresh, buffer))
+        elif self._built_on_meta:
+            # what no checkpoint filled is uninitialised memory: non-persistent buffers always, and backbone tensors
+            # that the file lacks or holds in another shape
+            own = (*module.named_parameters(recurse=False), *module.named_buffers(recurse=False))
+            missing = {name: tensor for name, tensor in own if not getattr(tensor, "_is_hf_initialized", False)}
+            if missing:
+                path = next(path for path, other in self.backbone.named_modules() if other is module)
+                fresh = self._fresh_backbone().get_submodule(path)
+                for name, tensor in missing.items():
+                    tensor.copy_(getattr(fresh, name))
 
     def _fresh_backbone(self) -> nn.Module:
         if getattr(self, "_fresh", None) is None:
@@ -170,13 +184,27 @@ class AvgKForImageClassification(PreTrainedModel):
         result = super().from_pretrained(*args, **kwargs)
         model = result[0] if isinstance(result, tuple) else result
         model.__dict__.pop("_fresh", None)
-        # tensors mapped from the file are unaligned, and unaligned heads round differently
-        for head in filter(None, (model.ml_head, model.sccp_head)):
-            head.weight.data, head.bias.data = head.weight.data.clone(), head.bias.data.clone()
+        # tensors mapped from the file may be unaligned, and products with unaligned tensors round differently
+        for tensor in (*model.parameters(), *model.buffers()):
+            if tensor.device.type == "cpu" and tensor.data_ptr() % ALIGNMENT:
+                tensor.data = tensor.data.clone()
         return result
+
+    def save_pretrained(self, save_directory: str | os.PathLike, is_main_process: bool = True, **kwargs: Any) -> None:
+        """As in the base class, with the code that `trust_remote_code=True` needs where this package is missing."""
+        if is_main_process:
+            folder = Path(save_directory)
+            folder.mkdir(parents=True, exist_ok=True)
+            for name in CODE:
+                shutil.copyfile(Path(__file__).with_name(name), folder / name)
+            processor = {name: getattr(self.config, name) for name in ("image_processor_type", "architecture")}
+            processor["pretrained_cfg"] = self.config.pretrained_cfg
+            (folder / "preprocessor_config.json").write_text(json.dumps(processor, indent=2) + "\n")
+        super().save_pretrained(save_directory, is_main_process=is_main_process, **kwargs)
 
     def _set_gradient_checkpointing(self, enable: bool = True, *args: Any, **kwargs: Any) -> None:
         self.backbone.set_grad_checkpointing(enable)
+        self.gradient_checkpointing = enable  # read by `is_gradient_checkpointing`, and so by the Trainer under DDP
 
     def forward(
         self,

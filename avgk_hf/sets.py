@@ -19,6 +19,7 @@ Example:
 
 import math
 from collections.abc import Iterable, Mapping
+from typing import Any
 
 import numpy as np
 import torch
@@ -394,3 +395,38 @@ def class_means(
 
 def _joined(parts: list[Tensor]) -> np.ndarray:
     return torch.cat(parts).cpu().numpy()
+
+
+def stored_threshold(config: Any, k: float | None = None) -> float:
+    """lambda_val of `k` (default: the config's own `k`) that a calibration wrote to a model's config.
+
+    Any classifier can hold thresholds, so this reads the config of any class.
+    """
+    thresholds = getattr(config, "thresholds", None) or {}
+    if not thresholds:
+        raise ValueError(
+            "this model has no thresholds, so it cannot predict sets: calibrate it on validation images with"
+            " `trainer.evaluate()`, or with `avgk calibrate MODEL DATASET`."
+        )
+    k = check_k(_own_k(config) if k is None else k, config.num_labels)
+    if k_key(k) not in thresholds:
+        raise ValueError(
+            f"no threshold is stored for k={k_key(k)}; this model is calibrated for k in"
+            f" {', '.join(sorted(thresholds, key=float))}. Ask for one of these, or calibrate again with"
+            f" `avgk calibrate MODEL DATASET --k {k_key(k)}`."
+        )
+    return float(thresholds[k_key(k)])
+
+
+def stored_head(config: Any, k: float | None = None) -> str:
+    """The head that answers for `k`; a classifier with one head answers with that."""
+    head = getattr(config, "head", "ml")
+    if head != "auto":
+        return head
+    stored_threshold(config, k)  # refuses where nothing was calibrated, so nothing chosen
+    return config.heads[k_key(_own_k(config) if k is None else k)]
+
+
+def _own_k(config: Any) -> float:
+    """The set size to use where none is asked for: the model's own, or the smallest that is calibrated."""
+    return config.k if hasattr(config, "k") else min(float(key) for key in config.thresholds)

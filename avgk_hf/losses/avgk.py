@@ -2,6 +2,7 @@
 
 from typing import Any
 
+import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
@@ -73,51 +74,68 @@ def choose_candidates(log_probabilities: Tensor, labels: Tensor, num_candidates:
     """Positions (M,) in the flattened batch of the M largest entries that are not true labels.
 
     Args:
-        log_probabilities: log softmax of the SCCP head, (B, L). The logarithm keeps apart what underflows to 0.
+        log_probabilities: log softmax of the SCCP head, (B, L). The logarithm keeps apart what underflows to 0. The
+            entries of the labels are overwritten, to do without a copy.
         labels: (B,).
         num_candidates: M.
     """
-    ranking = log_probabilities.scatter(1, labels[:, None], -torch.inf)
-    return ranking.view(-1).topk(num_candidates, sorted=False).indices
+    return largest(log_probabilities.scatter_(1, labels[:, None], -torch.inf).view(-1), num_candidates)
+
+
+def largest(values: Tensor, count: int) -> Tensor:
+    """Positions of the `count` largest of `values` (N,), in any order; exactly `count` of them, whatever ties."""
+    if count == 0 or values.device.type != "cpu" or torch.compiler.is_compiling():
+        return values.topk(count, sorted=False).indices
+    # on a CPU this `topk` takes longer than the cross-entropy, and numpy's selection does not
+    array, size, depth = values.numpy(), len(values), 16
+    if size < 2 * depth * count:
+        return torch.from_numpy(np.argpartition(array, size - count)[size - count :])
+    # the largest values lie in the groups with the largest maxima, so that few are left to look at
+    groups = size // depth
+    maxima = values[: depth * groups].view(depth, groups).amax(0).numpy()
+    bound = np.partition(maxima, groups - count)[groups - count]
+    best = np.flatnonzero(~(maxima < bound))  # not `>=`: NaN has to come through and show in the loss
+    members = np.arange(0, depth * groups, groups)[:, None] + best  # (depth, >= count)
+    positions = np.append(members, np.arange(depth * groups, size))  # with the last few, which are in no group
+    kept = np.argpartition(array[positions], len(positions) - count)[len(positions) - count :]
+    return torch.from_numpy(positions[kept])
 
 
 class _AvgK(torch.autograd.Function):
-    """Loss and gradient in one place, because autograd through masks would hold eleven (B, L) matrices."""
+    """Loss and gradient in one place, because autograd through masks would hold eleven (B, L) matrices.
+
+    What is saved for `backward` is not changed by it, so that it may run twice.
+    """
 
     @staticmethod
     def forward(
         ctx: Any, logits: Tensor, sccp_logits: Tensor, labels: Tensor, num_candidates: int, alpha: float
     ) -> Tensor:
         batch, num_labels = logits.shape
+        index = labels[:, None]  # (B, 1)
         log_probabilities = sccp_logits.log_softmax(1)  # (B, L)
-        cross_entropy = -log_probabilities.gather(1, labels[:, None]).mean()
-
-        own = torch.arange(batch, device=labels.device) * num_labels + labels  # (B,) positions in the flat batch
+        own_terms = log_probabilities.gather(1, index)  # (B, 1)
         candidates = choose_candidates(log_probabilities, labels, num_candidates)  # (M,)
-        num_negatives = logits.numel() - batch - num_candidates
+        # softmax minus one-hot, in place: another (B, L) matrix would cost as much as the arithmetic
+        grad_sccp = log_probabilities.exp_().scatter_(1, index, own_terms.expm1())
+
+        own = torch.arange(0, logits.numel(), num_labels, device=labels.device) + labels  # (B,), in the flat batch
         positives = torch.cat([own, candidates])  # (B + M,)
-        weights = logits.new_full((len(positives),), alpha / max(num_candidates, 1))
+        weights = logits.new_full(positives.shape, alpha / max(num_candidates, 1))
         weights[:batch] = 1 / batch
-        negative_weight = alpha / max(num_negatives, 1)
+        negative_weight = alpha / max(logits.numel() - len(positives), 1)
 
         flat = logits.reshape(-1)
-        positive_logits = flat[positives]
-        negative_terms = F.softplus(flat)  # (B L,), -log(1 - sigma)
-        negative_terms[positives] = 0
-        loss = cross_entropy + negative_weight * negative_terms.sum() + weights @ F.softplus(-positive_logits)
-        ctx.save_for_backward(logits, log_probabilities, labels, positives, weights)
+        positive_terms = F.logsigmoid(flat.index_select(0, positives))  # (B + M,)
+        negative_terms = F.softplus(flat).index_fill_(0, positives, 0)  # (B L,), -log(1 - sigma)
+        ctx.save_for_backward(flat, grad_sccp, positives, positive_terms.expm1().mul_(weights))
         ctx.negative_weight = negative_weight
-        return loss
+        return negative_terms.sum() * negative_weight - weights @ positive_terms - own_terms.mean()
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad_output: Tensor) -> tuple[Tensor | None, ...]:
-        logits, log_probabilities, labels, positives, weights = ctx.saved_tensors
-        grad_sccp = log_probabilities.exp()
-        grad_sccp.scatter_add_(1, labels[:, None], grad_sccp.new_full((len(labels), 1), -1.0))
-        grad_sccp.mul_(grad_output / len(labels))
-
-        grad = logits.reshape(-1).sigmoid().mul_(ctx.negative_weight)
-        # overwritten rather than corrected, so that nothing cancels
-        grad[positives] = -weights * torch.sigmoid(-logits.reshape(-1)[positives])
-        return grad.view_as(logits).mul_(grad_output), grad_sccp, None, None, None
+        flat, grad_sccp, positives, grad_positives = ctx.saved_tensors
+        grad = flat.sigmoid().mul_(grad_output * ctx.negative_weight)
+        grad.index_copy_(0, positives, grad_positives * grad_output)  # rather than corrected: nothing cancels
+        return grad.view_as(grad_sccp), grad_sccp * (grad_output / len(grad_sccp)), None, None, None

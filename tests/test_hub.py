@@ -1,0 +1,340 @@
+"""Pushing to a Hub and loading from it, with the real clients, and what is left when the connection fails."""
+
+import json
+import math
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+from urllib.request import Request, urlopen
+
+import pytest
+import timm
+from hub_server import HubServer
+from safetensors.torch import save_file
+
+import avgk_hf
+from conftest import CLASSES, write_images
+
+
+@pytest.fixture
+def hub():
+    with HubServer() as hub:
+        yield hub
+
+
+@pytest.fixture
+def client(hub, tmp_path_factory):
+    """Run a program as a user with an empty cache would, and return what it prints last, read as JSON."""
+
+    def run(code: str, *args):
+        home = tmp_path_factory.mktemp("home")
+        nowhere = "http://127.0.0.1:9"  # nothing listens there: no program may reach for the internet
+        foreign = re.compile("HF_|HUGGING|TRANSFORMERS_|.*_PROXY$", re.IGNORECASE)
+        env = {name: value for name, value in os.environ.items() if not foreign.match(name)}
+        env.update(HF_ENDPOINT=hub.url, HF_TOKEN=hub.token, HF_HOME=str(home), HF_HUB_DISABLE_XET="1")
+        env.update(HF_HUB_DISABLE_TELEMETRY="1", HF_UPDATE_DOWNLOAD_COUNTS="0", HF_HUB_DISABLE_PROGRESS_BARS="1")
+        env.update(HTTP_PROXY=nowhere, HTTPS_PROXY=nowhere, NO_PROXY="127.0.0.1")
+        command = [sys.executable, "-c", code, *map(str, args)]
+        done = subprocess.run(command, env=env, cwd=home, capture_output=True, text=True)
+        assert done.returncode == 0, done.stderr
+        return json.loads(done.stdout.splitlines()[-1]) if done.stdout else None
+
+    return run
+
+
+@pytest.fixture
+def model_folder(make_model, tmp_path):
+    model = make_model()
+    model.config.set_calibration({2: 0.1}, {"num_examples": 3})
+    model.save_pretrained(tmp_path / "model")
+    return tmp_path / "model"
+
+
+def contents(folder: Path) -> dict[str, bytes]:
+    return {str(path.relative_to(folder)): path.read_bytes() for path in folder.rglob("*") if path.is_file()}
+
+
+def downloads(hub: HubServer) -> list[str]:
+    return [request.rpartition("/")[2] for request in hub.requests if re.match("GET .*/resolve/", request)]
+
+
+UPLOAD = """
+import sys
+from huggingface_hub import create_repo, upload_folder
+_, folder, repo_id, repo_type = sys.argv
+create_repo(repo_id, repo_type=repo_type, exist_ok=True, space_sdk="gradio" if repo_type == "space" else None)
+upload_folder(repo_id=repo_id, repo_type=repo_type, folder_path=folder)
+"""
+
+ROUND_TRIP = """
+import sys
+from pathlib import Path
+from huggingface_hub import *
+from huggingface_hub.utils import EntryNotFoundError, HfHubHTTPError, RepositoryNotFoundError, RevisionNotFoundError
+folder = Path(sys.argv[1])
+assert whoami()["name"] == "someone"
+for wrong, expected in (
+    (lambda: create_repo("someone/tiny"), HfHubHTTPError),
+    (lambda: model_info("someone/else"), RepositoryNotFoundError),
+    (lambda: model_info("someone/tiny", revision="v2"), RevisionNotFoundError),
+    (lambda: hf_hub_download("someone/tiny", "none.json"), EntryNotFoundError),
+):
+    try:
+        wrong()
+    except expected:
+        continue
+    raise AssertionError(expected)
+
+names = sorted(str(path.relative_to(folder)) for path in folder.rglob("*") if path.is_file())
+assert list_repo_files("someone/tiny") == names
+assert [entry.path for entry in list_repo_tree("someone/tiny")] == ["config.json", "model.safetensors", "notes"]
+assert [file.path for file in list_repo_tree("someone/tiny", "notes")] == ["notes/read me.txt"]
+info = model_info("someone/tiny")
+assert sorted(file.rfilename for file in info.siblings) == names
+for name in names * 2:
+    path = hf_hub_download("someone/tiny", name)
+    assert Path(path).read_bytes() == (folder / name).read_bytes() and info.sha in path, name
+snapshot = Path(snapshot_download("someone/tiny"))
+assert all((snapshot / name).read_bytes() == (folder / name).read_bytes() for name in names)
+same = upload_folder(repo_id="someone/tiny", folder_path=folder)
+assert same.oid == info.sha  # nothing has changed, so there is no new revision
+delete_file("config.json", "someone/tiny")
+assert list_repo_files("someone/tiny") == names[1:]
+assert list_repo_files("someone/tiny", revision=info.sha) == names
+"""
+
+
+def test_what_is_uploaded_comes_back_bit_for_bit(hub, client, model_folder):
+    (model_folder / "notes").mkdir()
+    (model_folder / "notes" / "read me.txt").write_text("with a space: ä")
+    client(UPLOAD, model_folder, "someone/tiny", "model")
+    assert hub.files("someone/tiny") == contents(model_folder)
+    assert len([request for request in hub.requests if request.startswith("PUT /lfs/")]) == 1  # the weights
+    client(ROUND_TRIP, model_folder)
+    # each is downloaded once, although it was asked for three times
+    assert sorted(downloads(hub)) == ["config.json", "model.safetensors", "read%20me.txt"]
+
+
+def test_parts_are_served_and_strangers_cannot_write(hub, client, model_folder):
+    client(UPLOAD, model_folder, "someone/tiny", "model")
+    weights = hub.files("someone/tiny")["model.safetensors"]
+    url = f"{hub.url}/someone/tiny/resolve/main/model.safetensors"
+    for wanted, expected in (("5-", weights[5:]), ("3-9", weights[3:10]), (f"7-{10**9}", weights[7:])):
+        with urlopen(Request(url, headers={"Range": f"bytes={wanted}"})) as answer:
+            assert (answer.status, answer.read()) == (206, expected)
+    with pytest.raises(OSError, match="416"):
+        urlopen(Request(url, headers={"Range": f"bytes={len(weights)}-"}))
+    with pytest.raises(OSError, match="401"):
+        urlopen(Request(f"{hub.url}/api/models/someone/tiny/commit/main", data=b"", method="POST"))
+
+
+OUTPUTS = """
+import json, sys
+import torch
+from safetensors.torch import save_file
+from avgk_hf import AvgKForImageClassification
+torch.manual_seed(0)
+torch.set_num_threads(1)
+
+def save_outputs(model, path):
+    images = torch.linspace(-2, 2, 4 * 3 * 32 * 32).reshape(4, 3, 32, 32)
+    with torch.no_grad():
+        outputs = model.eval()(images)
+    save_file({"logits": outputs.logits, "sccp_logits": outputs.sccp_logits}, path)
+"""
+
+PUSH = """
+model = AvgKForImageClassification.from_timm("test_resnet", num_labels=6, k=2, image_size=32)
+model.config.set_calibration({2: 0.1}, {"num_examples": 3})
+model.push_to_hub("someone/tiny")
+save_outputs(model, sys.argv[1])
+"""
+
+LOAD = """
+model = AvgKForImageClassification.from_pretrained("someone/tiny")
+save_outputs(model, sys.argv[1])
+print(json.dumps([model.config.thresholds, model.config.calibration]))
+"""
+
+
+def test_a_pushed_model_is_the_same_elsewhere(hub, client, tmp_path):
+    client(OUTPUTS + PUSH, tmp_path / "pushed.safetensors")
+    files = hub.files("someone/tiny")
+    assert {"model.safetensors", "config.json"} <= set(files)
+    assert not [name for name in files if name.endswith((".bin", ".pt", ".pth", ".pkl", ".ckpt"))]
+    for name, content in files.items():
+        for secret in (hub.token, str(Path(avgk_hf.__file__).parent), str(tmp_path.parent)):
+            assert secret.encode() not in content, f"{secret} in {name}"
+    assert client(OUTPUTS + LOAD, tmp_path / "loaded.safetensors") == [{"2": 0.1}, {"num_examples": 3}]
+    assert contents(tmp_path)["loaded.safetensors"] == contents(tmp_path)["pushed.safetensors"]
+    assert sorted(downloads(hub)) == ["config.json", "model.safetensors"]
+
+
+FROM_TIMM = """
+import sys
+import torch
+from safetensors.torch import load_file
+from avgk_hf import AvgKForImageClassification
+model = AvgKForImageClassification.from_timm("hf_hub:someone/timm-tiny", num_labels=6, k=2)
+weights, expected = model.backbone.state_dict(), load_file(sys.argv[1])
+assert weights.keys() == expected.keys() and all(torch.equal(weights[name], expected[name]) for name in weights)
+assert model(torch.zeros(2, 3, 32, 32)).logits.shape == (2, 6)
+assert model.config.architecture == "test_resnet" and "someone" not in str(model.config)
+"""
+
+
+def test_a_timm_model_on_the_hub_is_a_backbone(hub, client, tmp_path):
+    backbone = timm.create_model("test_resnet", num_classes=3)
+    timm.models.save_for_hf(backbone, tmp_path / "timm", safe_serialization=True)
+    backbone.reset_classifier(0)
+    save_file(backbone.state_dict(), tmp_path / "expected.safetensors")
+    client(UPLOAD, tmp_path / "timm", "someone/timm-tiny", "model")
+    client(FROM_TIMM, tmp_path / "expected.safetensors")
+
+
+DATASETS = """
+import sys
+from avgk_hf import load_splits
+local = load_splits(sys.argv[1])
+local.push_to_hub("someone/parquet")
+for dataset in "someone/trees", "someone/parquet":
+    splits = load_splits(dataset)
+    assert list(splits) == list(local), dataset
+    for name, split in splits.items():
+        assert split.features == local[name].features
+        for row, expected in zip(split, local[name], strict=True):
+            assert row["image"].tobytes() == expected["image"].tobytes() and row["label"] == expected["label"]
+"""
+
+
+def test_datasets_on_the_hub_are_read(hub, client, tmp_path):
+    for seed, split in enumerate(("train", "validation", "test")):
+        write_images(tmp_path / split, dict.fromkeys(CLASSES, 2), seed=seed, size=8)
+    client(UPLOAD, tmp_path, "someone/trees", "dataset")
+    assert hub.files("someone/trees", "dataset") == contents(tmp_path)
+    client(DATASETS, tmp_path)
+    assert len(downloads(hub)) == 36 + 3 + 1  # images, parquet files and their README.md, each once
+
+
+METRIC = """
+import json
+import evaluate
+metric = evaluate.load("someone/average_k_accuracy")
+scores = [[0.9, 0.1, 0.0], [0.5, 0.4, 0.1]]
+result = metric.compute(predictions=scores, references=[0, 1], k=1.5, calibrate=True)
+print(json.dumps([result["average_k_accuracy"], result["mean_set_size"]]))
+"""
+
+
+def test_the_metric_works_as_a_space(hub, client):
+    metrics = Path(avgk_hf.__file__).parent / "metrics"
+    client(UPLOAD, metrics / "average_k_accuracy", "someone/average_k_accuracy", "space")
+    assert client(METRIC) == [1.0, 1.5]
+    assert downloads(hub) == ["average_k_accuracy.py"]
+
+
+ERROR_OF = """
+import json, sys, time
+time.sleep = lambda seconds: None  # huggingface_hub waits 23 seconds in all between its six attempts
+
+def error_of(action, *args, **kwargs):
+    try:
+        action(*args, **kwargs)
+    except Exception as error:
+        return f"{type(error).__name__}: {error} {error.__cause__}"
+"""
+
+TRY_UPLOAD = """
+from huggingface_hub import upload_folder
+print(json.dumps(error_of(upload_folder, repo_id="someone/tiny", folder_path=sys.argv[1])))
+"""
+
+
+@pytest.mark.parametrize(
+    ("pattern", "after_bytes", "attempts", "message"),
+    [
+        ("POST .*/preupload/", None, 6, "HfHubHTTPError: .*500 Internal Server Error"),
+        ("PUT /lfs/", None, 6, "RuntimeError: Error while uploading 'model.safetensors'.*500 Internal Server Error"),
+        ("PUT /lfs/", 100_000, 6, "RuntimeError: Error while uploading 'model.safetensors' to the Hub"),
+        ("POST .*/commit/", None, 1, "HfHubHTTPError: .*500 Internal Server Error"),
+        ("POST .*/commit/", 100, 1, "(RemoteProtocol|Read|Write)Error: "),
+    ],
+    ids=["preupload-500", "lfs-500", "lfs-cut", "commit-500", "commit-cut"],
+)
+def test_a_failed_upload_changes_nothing_and_can_be_repeated(
+    hub, client, model_folder, pattern, after_bytes, attempts, message
+):
+    client(UPLOAD, model_folder, "someone/tiny", "model")
+    revision, before = hub.revision("someone/tiny"), hub.files("someone/tiny")
+    for name, content in before.items():  # retrained, so to speak
+        (model_folder / name).write_bytes(content.replace(b"0.1", b"0.2") if name == "config.json" else content[::-1])
+    local = contents(model_folder)
+
+    hub.requests.clear()
+    if after_bytes is None:
+        hub.fail(pattern, times=math.inf)
+    else:
+        hub.cut(pattern, after_bytes, times=math.inf)
+    error = client(ERROR_OF + TRY_UPLOAD, model_folder)
+    assert re.match(message, error, re.DOTALL), error
+    assert len([request for request in hub.requests if re.search(pattern, request)]) == attempts
+    assert hub.revision("someone/tiny") == revision and hub.files("someone/tiny") == before
+    assert contents(model_folder) == local
+
+    hub.faults.clear()
+    assert client(ERROR_OF + TRY_UPLOAD, model_folder) is None
+    assert hub.files("someone/tiny") == local != before == hub.files("someone/tiny", revision=revision)
+
+
+INTERRUPTED = """
+from pathlib import Path
+from huggingface_hub import constants, create_repo, hf_hub_download, upload_folder
+
+folder = Path(sys.argv[1])
+create_repo("someone/tiny")
+errors = [error_of(upload_folder, repo_id="someone/tiny", folder_path=folder)]
+errors += [error_of(hf_hub_download, "someone/tiny", name) for name in ("model.safetensors", "config.json")]
+blobs = [path.stat().st_size for path in Path(constants.HF_HUB_CACHE).rglob("blobs/*")]
+for name in ("model.safetensors", "config.json"):
+    assert Path(hf_hub_download("someone/tiny", name)).read_bytes() == (folder / name).read_bytes()
+print(json.dumps([*errors, blobs]))
+"""
+
+
+def test_short_interruptions_leave_no_half_files(hub, client, model_folder):
+    hub.fail("POST .*/preupload/", times=2)
+    hub.cut("PUT /lfs/", 100_000)
+    hub.cut("GET .*/model.safetensors", 100_000)
+    hub.fail("GET .*/config.json")
+    upload, weights, config, blobs = client(ERROR_OF + INTERRUPTED, model_folder)
+    assert upload is None and weights is None  # both were tried again
+    assert re.match("HfHubHTTPError: .*500 Internal Server Error", config, re.DOTALL)
+    assert blobs == [(model_folder / "model.safetensors").stat().st_size]
+    assert sorted(downloads(hub)) == ["config.json"] * 2 + ["model.safetensors"] * 2
+    assert not any(fault.times for fault in hub.faults)
+
+
+PUSH_AGAIN = """
+model = AvgKForImageClassification.from_timm("test_resnet", num_labels=6, k=2, image_size=32)
+model.config.set_calibration({2: 0.1}, {"num_examples": 3})
+errors = [error_of(model.push_to_hub, "someone/tiny") for _ in range(4)]
+model.save_pretrained(sys.argv[1])
+print(json.dumps(errors))
+"""
+
+
+def test_a_failed_push_of_a_model_can_be_repeated(hub, client, tmp_path):
+    hub.fail("POST /api/repos/create")
+    hub.fail("POST .*/commit/")
+    hub.cut("POST .*/commit/", 100)
+    *errors, last = client(OUTPUTS + ERROR_OF + PUSH_AGAIN, tmp_path)
+    expected = ("HfHubHTTPError: .*500 ", "HfHubHTTPError: .*500 ", "(RemoteProtocol|Read|Write)Error: ")
+    for message, error in zip(expected, errors, strict=True):
+        assert re.match(message, error, re.DOTALL), error
+    assert last is None
+    assert len(hub.repos["model", "someone/tiny"]) == 2  # empty, as it was created, and with the model
+    pushed = hub.files("someone/tiny")
+    del pushed["README.md"]
+    assert pushed == contents(tmp_path)
