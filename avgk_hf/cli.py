@@ -52,6 +52,11 @@ def build_parser() -> argparse.ArgumentParser:
     predict.add_argument("--min-size", type=int, default=1, help="at least this many classes (%(default)s)")
     predict.add_argument("--json", action="store_true", help="print JSON")
 
+    push = commands.add_parser("push", help="upload a trained model to the Hub")
+    push.add_argument("run", metavar="RUN", help="folder of a run")
+    push.add_argument("repo", metavar="REPO", help="user/name on the Hub; created if it does not exist")
+    push.add_argument("--private", action="store_true", help="make a new repository private")
+
     plot = commands.add_parser("plot", help="draw set sizes, accuracy against K and contact sheets of runs")
     plot.add_argument("runs", nargs="+", metavar="RUN", help="folders of finished `avgk train` runs")
     plot.add_argument("--out", default="runs/plots", help="folder for the pictures, PNG and SVG (%(default)s)")
@@ -139,6 +144,13 @@ def run_predict(args: argparse.Namespace) -> None:
             print(f"  {item['score']:8.4f}  {item['label']}")
 
 
+def run_push(args: argparse.Namespace) -> None:
+    """`avgk push`."""
+    from .hub import push_folder
+
+    print(push_folder(args.run, args.repo, private=args.private or None))
+
+
 def run_plot(args: argparse.Namespace) -> None:
     """`avgk plot`."""
     from .plots import plot_runs
@@ -162,6 +174,7 @@ COMMANDS = {
     "evaluate": run_evaluate,
     "predict": run_predict,
     "plot": run_plot,
+    "push": run_push,
     "glyphs": run_glyphs,
 }
 

@@ -79,8 +79,9 @@ class AvgKConfig(PreTrainedConfig):
 
     def __post_init__(self, **kwargs: Any) -> None:
         """Refuse a field that could only fail later, by its name."""
-        if INSTALLED:  # the registered pipeline serves; remote code would ask for trust_remote_code
-            kwargs.pop("custom_pipelines", None)
+        if INSTALLED:  # the registered classes and pipeline serve; remote code would ask for trust_remote_code
+            for name in ("auto_map", "custom_pipelines"):  # to_diff_dict writes both, so a config reads back equal
+                kwargs.pop(name, None)
         super().__post_init__(**kwargs)
         for name, allowed in (("objective", OBJECTIVES), ("score", tuple(SCORES)), ("head", (*HEADS, "auto"))):
             if getattr(self, name) not in allowed:

@@ -4,6 +4,7 @@ from pathlib import Path
 from typing import Any
 
 from huggingface_hub import EvalResult, ModelCard, ModelCardData
+from transformers import TrainerCallback
 
 from .configuration import AvgKConfig
 from .sets import k_key
@@ -21,67 +22,126 @@ METHODS = {
 HYPERPARAMETERS = {"avgk": ["alpha"], "epr": ["beta"], "role": ["role_lambda", "theta_lr"], "topk": ["epsilon"]}
 
 
-def write_model_card(folder: Path, config: AvgKConfig, results: dict[str, Any], args: Any) -> None:
-    """Write README.md into the folder of a trained model.
+class CardCallback(TrainerCallback):
+    """Collects for the card what the trainer evaluates."""
+
+    def __init__(self) -> None:
+        self._validation: dict[int, dict[str, float]] = {}  # by training step
+        self._others: dict[str, dict[str, float]] = {}  # by prefix, e.g. test
+
+    def on_evaluate(
+        self, args: Any, state: Any, control: Any, metrics: dict[str, float] | None = None, **kwargs: Any
+    ) -> None:
+        """Keep the metrics of one evaluation."""
+        prefix = next(name for name in metrics if name.endswith("_average_k_accuracy")).split("_")[0]
+        if prefix == "eval":
+            self._validation[state.global_step] = plain_metrics(metrics, "eval_")
+        else:
+            self._others[prefix] = plain_metrics(metrics, f"{prefix}_")
+
+    def results(self, config: AvgKConfig) -> dict[str, dict[str, float]]:
+        """Metrics by split; on validation those of the weights that the thresholds belong to."""
+        step = (config.calibration or {}).get("step")
+        validation = {"validation": self._validation[step]} if step in self._validation else {}
+        return {**validation, **self._others}
+
+
+def plain_metrics(metrics: dict[str, float], prefix: str) -> dict[str, float]:
+    """Metrics without their prefix and without timings, which are not results."""
+    noise = ("runtime", "per_second", "preparation_time", "epoch")
+    return {name.removeprefix(prefix): value for name, value in metrics.items() if not name.endswith(noise)}
+
+
+def hyperparameters(config: AvgKConfig, args: Any) -> dict[str, Any]:
+    """What the training table of the card shows, from the model's config and the training arguments."""
+    return {
+        "backbone": config.architecture,
+        "objective": config.objective,
+        "k": k_key(config.k),
+        **{name: getattr(config, name) for name in HYPERPARAMETERS.get(config.objective, ())},
+        "score / head": f"{config.score} / {config.head}",
+        "epochs": args.num_train_epochs,
+        "batch size": args.train_batch_size * args.gradient_accumulation_steps * args.world_size,
+        "optimizer": getattr(args.optim, "value", args.optim),
+        "learning rate": args.learning_rate,
+        "weight decay": args.weight_decay,
+        "seed": args.seed,
+    }
+
+
+def render_card(
+    repo: str,
+    config: AvgKConfig,
+    results: dict[str, Any],
+    hyperparameters: dict[str, Any],
+    dataset: str | None = None,
+    set_sizes: list[int] | None = None,
+) -> ModelCard:
+    """The model card of a trained model.
 
     Args:
-        folder: The run.
+        repo: Name of the model, as users load it.
         config: The model's config, calibrated.
-        results: As in results.json.
-        args: The training arguments.
+        results: Metrics by split, e.g. `{"test": {"average_k_accuracy": 0.97, ...}}`.
+        hyperparameters: Rows of the training table.
+        dataset: Name of the data.
+        set_sizes: How many test images got a set of 0, 1, 2, ... classes.
     """
     split = "test" if "test" in results else "validation"
-    metrics = results[split]
-    rows = [_row(k, "" if k == k_key(config.k) else f"@{k}", metrics) for k in sorted(config.thresholds, key=float)]
+    metrics = results.get(split, {})
+    ks = sorted(config.thresholds, key=float)
+    rows = [_row(k, "" if k == k_key(config.k) else f"@{k}", metrics) for k in ks] if metrics else []
+    total = sum(set_sizes or [])
+    shares = [(size, f"{100 * count / total:.1f}%") for size, count in enumerate(set_sizes or []) if count]
     card_data = ModelCardData(
-        library_name="avgk_hf",
+        library_name="transformers",
         pipeline_tag="image-classification",
-        tags=["timm", "average-k", "set-valued-classification"],
-        model_name=folder.name,
-        eval_results=[
-            EvalResult(
-                task_type="image-classification",
-                dataset_type=results["dataset"],
-                dataset_name=results["dataset"],
-                dataset_split=split,
-                metric_type=metric,
-                metric_name=name,
-                metric_value=round(metrics[metric], 4),
-            )
-            for metric, name in (
-                ("average_k_accuracy", f"average-{k_key(config.k)} accuracy"),
-                ("mean_set_size", "mean set size"),
-                ("top1_accuracy", "top-1 accuracy"),
-            )
-        ],
+        tags=["avgk_hf", "timm", "average-k", "set-valued-classification"],
+        model_name=repo.split("/")[-1],
+        eval_results=_eval_results(config, metrics, split, dataset) or None,
     )
-    card = ModelCard.from_template(
+    return ModelCard.from_template(
         card_data,
         template_path=str(TEMPLATE),
-        model_name=folder.name,
+        model_name=repo.split("/")[-1],
+        repo=repo,
         k=k_key(config.k),
-        ks=", ".join(sorted(config.thresholds, key=float)),
+        ks=", ".join(ks),
         num_labels=config.num_labels,
         results_split=split,
         rows=rows,
-        top1=_percent(metrics["top1_accuracy"]),
+        sizes=shares[:20],
+        top1=_percent(metrics["top1_accuracy"]) if metrics else "",
         calibration=config.calibration,
         method=METHODS[config.objective],
-        hyperparameters={
-            "backbone": config.architecture,
-            "objective": config.objective,
-            "k": k_key(config.k),
-            **{name: getattr(config, name) for name in HYPERPARAMETERS.get(config.objective, ())},
-            "score / head": f"{config.score} / {config.head}",
-            "epochs": args.num_train_epochs,
-            "batch size": args.train_batch_size,
-            "optimizer": getattr(args.optim, "value", args.optim),
-            "learning rate": args.learning_rate,
-            "weight decay": args.weight_decay,
-            "seed": args.seed,
-        },
+        dataset=dataset or "not stated",
+        hyperparameters=hyperparameters,
     )
-    card.save(folder / "README.md")
+
+
+def _eval_results(config: AvgKConfig, metrics: dict[str, float], split: str, dataset: str | None) -> list[EvalResult]:
+    """The results as the Hub's model-index takes them: accuracy and size for every K, and top-1."""
+    wanted = []
+    for k in sorted(config.thresholds, key=float):
+        suffix = "" if k == k_key(config.k) else f"@{k}"
+        wanted += [
+            ("average_k_accuracy", suffix, f"average-{k} accuracy"),
+            ("mean_set_size", suffix, f"mean size, K={k}"),
+        ]
+    wanted.append(("top1_accuracy", "", "top-1 accuracy"))
+    return [
+        EvalResult(
+            task_type="image-classification",
+            dataset_type=dataset or "unknown",
+            dataset_name=dataset or "unknown",
+            dataset_split=split,
+            metric_type=metric,
+            metric_name=name,
+            metric_value=round(metrics[metric + suffix], 4),
+        )
+        for metric, suffix, name in wanted
+        if metric + suffix in metrics
+    ]
 
 
 def _row(k: str, suffix: str, metrics: dict[str, float]) -> dict[str, str]:

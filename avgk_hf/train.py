@@ -23,7 +23,7 @@ from . import __version__, auto  # noqa: F401  (auto makes the Auto classes know
 from .configuration import OBJECTIVES
 from .data import load_splits, prepare
 from .data.transforms import AUGMENTATIONS
-from .model_card import write_model_card
+from .model_card import plain_metrics
 from .modeling import AvgKForImageClassification
 from .sets import HEADS, SCORES, SHOTS, k_key
 from .trainer import AvgKTrainer
@@ -179,6 +179,8 @@ def run(
                 f" name the right one with `{option}:`."
             )
     train, validation = splits[data_args.train_split], splits[data_args.validation_split]
+    # a local folder goes into config and card by its name only: they are made to be shared
+    name = Path(data_args.dataset).name if Path(data_args.dataset).exists() else data_args.dataset
     set_seed(args.seed)
     model = build_model(model_args, train.features["label"].names)
     patience = args.early_stopping_patience
@@ -187,36 +189,30 @@ def run(
         args=args,
         train_dataset=prepare(train, model.config, data_args.augmentation),
         eval_dataset=prepare(validation, model.config),
-        dataset_name=data_args.dataset,
+        dataset_name=name,
         callbacks=[EarlyStoppingCallback(patience)] if patience else None,
     )
     trainer.train(resume_from_checkpoint=args.resume_from_checkpoint)
     results: dict[str, Any] = {
-        "dataset": data_args.dataset,
+        "dataset": name,
         "data": asdict(data_args),
         "objective": model_args.objective,
         "k": model.config.k,
         "seed": args.seed,
         "versions": {"avgk_hf": __version__, **{name: version(name) for name in ("torch", "timm", "transformers")}},
-        "validation": _plain(trainer.evaluate(), "eval_"),
+        "validation": plain_metrics(trainer.evaluate(), "eval_"),
     }
     if data_args.test_split in splits:
         test = prepare(splits[data_args.test_split], model.config)
-        results["test"] = _plain(trainer.evaluate(test, metric_key_prefix="test"), "test_")
+        results["test"] = plain_metrics(trainer.evaluate(test, metric_key_prefix="test"), "test_")
         results["set_sizes"] = set_size_counts(trainer, model.config.k)
     trainer.save_model()
     trainer.save_state()
     if trainer.is_world_process_zero():
         folder = Path(args.output_dir)
         (folder / "results.json").write_text(json.dumps(results, indent=2, ensure_ascii=False) + "\n")
-        write_model_card(folder, model.config, results, args)
+        trainer.create_model_card()
     return results
-
-
-def _plain(metrics: dict[str, float], prefix: str) -> dict[str, float]:
-    """Metrics without their prefix and without timings, which are not results."""
-    noise = ("runtime", "per_second", "preparation_time", "epoch")
-    return {name.removeprefix(prefix): value for name, value in metrics.items() if not name.endswith(noise)}
 
 
 def set_size_counts(trainer: AvgKTrainer, k: float) -> dict[str, list[int]]:

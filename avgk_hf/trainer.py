@@ -5,17 +5,21 @@ from pathlib import Path
 from typing import Any
 
 import datasets
+import numpy as np
 import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, Dataset
 from transformers import EvalPrediction, PreTrainedModel, Trainer
-from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR, EvalLoopOutput, has_length
+from transformers.trainer import TRAINING_ARGS_NAME
+from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR, EvalLoopOutput, HubStrategy, has_length
 from transformers.utils import logging
 
 from .configuration import AvgKConfig
 from .data import class_counts
+from .hub import push_folder
 from .losses import OnlineLabelLoss, make_loss
+from .model_card import CardCallback, hyperparameters, render_card
 from .sets import HEADS, SetStatistics, check_k, head_scores, k_key, predict_sets, ranked_sets
 from .training_args import AvgKTrainingArguments
 
@@ -75,6 +79,7 @@ class AvgKTrainer(Trainer):
         if model.config.objective == "role" and num_examples:
             _state_memory(num_examples, model.config.num_labels, args)
         self.objective = make_loss(model.config, num_examples)
+        self.card = CardCallback()
         self._calibrating = False
         self._statistics: dict[str, SetStatistics] = {}  # by head
         super().__init__(
@@ -86,6 +91,7 @@ class AvgKTrainer(Trainer):
             **kwargs,
         )
         self.objective.to(self.args.device)
+        self.add_callback(self.card)
 
     @property
     def ks(self) -> list[float]:
@@ -253,6 +259,57 @@ class AvgKTrainer(Trainer):
             "date": datetime.datetime.now(datetime.timezone.utc).date().isoformat(),
             "step": self.state.global_step,
         }
+
+    def create_model_card(self, model_name: str | None = None, **kwargs: Any) -> None:
+        """Write our card to README.md: what the model returns, how to call it, and how well it did."""
+        if not self.is_world_process_zero():
+            return
+        config, statistics = self.model.config, self._statistics
+        repo = self.hub_model_id or model_name or Path(self.args.output_dir).name
+        evaluated = config.thresholds and statistics and self.statistics().thresholds is not None
+        sizes = np.bincount(self.statistics().set_sizes(config.k)).tolist() if evaluated else None
+        rows = hyperparameters(config, self.args)
+        card = render_card(repo, config, self.card.results(config), rows, self.dataset_name, sizes)
+        card.save(Path(self.args.output_dir) / "README.md")
+
+    def push_to_hub(
+        self,
+        commit_message: str | None = "End of training",
+        blocking: bool = True,
+        token: str | None = None,
+        revision: str | None = None,
+        **kwargs: Any,
+    ) -> Any:
+        """Save model and card and upload both. A failed upload leaves the run intact and says how to go on."""
+        if self.hub_model_id is None:
+            self.hub_model_id = self.args.hub_model_id or Path(self.args.output_dir).name
+        self.save_model(_internal_call=True)
+        self.create_model_card(**kwargs)
+        if not self.is_world_process_zero():
+            return None
+        return push_folder(
+            self.args.output_dir,
+            self.hub_model_id,
+            self.args.hub_private_repo,
+            token or self.args.hub_token,
+            commit_message=commit_message,
+            revision=revision or self.args.hub_revision,
+            run_as_future=not blocking,
+        )
+
+    def _push_from_checkpoint(self, checkpoint_folder: str) -> None:
+        """Upload a checkpoint's model while training goes on; a failed upload must not end the training."""
+        if not self.is_world_process_zero() or self.args.hub_strategy == HubStrategy.END:
+            return
+        try:
+            push_folder(checkpoint_folder, self.hub_model_id, self.args.hub_private_repo, self.args.hub_token)
+        except OSError as error:
+            logger.warning(f"{error} Training goes on.")
+
+    def _save(self, output_dir: str | None = None, state_dict: dict[str, Any] | None = None) -> None:
+        """As in `Trainer`, without the pickled training arguments."""
+        super()._save(output_dir, state_dict)
+        (Path(output_dir or self.args.output_dir) / TRAINING_ARGS_NAME).unlink(missing_ok=True)
 
     def _issue_warnings_after_load(self, load_result: Any) -> None:
         """Refuse weights that do not fit exactly; the stock Trainer would go on with a half-loaded model."""

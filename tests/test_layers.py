@@ -8,12 +8,14 @@ import avgk_hf
 ROOT = Path(__file__).parent.parent
 PACKAGE = ROOT / "avgk_hf"
 LAYERS = [
-    {"sets", "data"},
+    {"sets", "data", "hub"},
     {"configuration", "metrics"},
     {"modeling", "losses", "pipeline"},
-    {"auto", "training_args", "trainer"},
-    {"model_card", "calibrate"},
-    {"plots", "train"},
+    {"auto", "training_args", "model_card"},
+    {"trainer"},
+    {"calibrate"},
+    {"plots"},
+    {"train"},
     {"demo"},
     {"cli"},
 ]

@@ -1,0 +1,39 @@
+"""Uploading a run: what belongs on the Hub, and nothing else."""
+
+from pathlib import Path
+from typing import Any
+
+from huggingface_hub import HfApi
+
+# weights, thresholds, card, pictures and the code for trust_remote_code; no optimizer state, pickle or local path
+PUSHED = ["*.safetensors", "*.safetensors.index.json", "config.json", "preprocessor_config.json", "README.md"]
+PUSHED += ["*.png", "*.svg", "configuration.py", "modeling.py", "pipeline.py", "sets.py"]
+NOT_PUSHED = ["checkpoint-*", "objective.safetensors"]
+
+
+def push_folder(
+    folder: str | Path, repo_id: str, private: bool | None = None, token: str | None = None, **kwargs: Any
+) -> Any:
+    """Upload the folder of a trained model in one commit.
+
+    Args:
+        folder: The run; only what belongs on the Hub is taken from it, and nothing in it is changed.
+        repo_id: `user/name`; created if it does not exist.
+        private: Whether a new repository is private.
+        token: Access token; default: the one that is logged in.
+        kwargs: As in `HfApi.upload_folder`, e.g. `commit_message`.
+    """
+    folder = Path(folder)
+    if not (folder / "config.json").is_file():
+        raise FileNotFoundError(f"{folder} holds no config.json; name the folder of a saved model.")
+    api = HfApi(token=token)
+    try:
+        repo_id = api.create_repo(repo_id, private=private, exist_ok=True).repo_id
+        return api.upload_folder(
+            repo_id=repo_id, folder_path=folder, allow_patterns=PUSHED, ignore_patterns=NOT_PUSHED, **kwargs
+        )
+    except Exception as error:  # the client raises errors of many libraries; all leave the folder as it was
+        raise OSError(
+            f"the upload to {repo_id} failed ({error.__cause__ or error}). {folder} is intact; go on with `avgk push"
+            f" {folder} {repo_id}`."
+        ) from error
