@@ -1,18 +1,79 @@
-"""Compute the thresholds of a saved model on a dataset, or evaluate it with those it has."""
+"""Compute the thresholds of any image classifier on a dataset, or evaluate it with those it has."""
 
+import datetime
+import json
 import tempfile
 from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
 
+import torch
 from datasets import Dataset
+from huggingface_hub.utils import tqdm
+from torch import Tensor
+from transformers import AutoImageProcessor, AutoModelForImageClassification, PreTrainedModel, default_data_collator
 
-from .data import prepare
+from . import auto  # noqa: F401  (makes the Auto classes know the model)
+from .data import align_labels, prepare
+from .data.transforms import ImageTransform, ProcessorTransform
 from .modeling import AvgKForImageClassification
+from .sets import SetStatistics, check_k, k_key, score, stored_threshold
 from .trainer import AvgKTrainer
 from .training_args import AvgKTrainingArguments
 
 
+def load_classifier(name: str) -> PreTrainedModel:
+    """An image classifier of any class: a saved folder, a Hub id, or a timm name whose weights are on the Hub."""
+    folder = Path(name)
+    if folder.is_dir() and not (folder / "config.json").is_file():
+        raise FileNotFoundError(f"{name} holds no config.json; name the folder of a saved model.")
+    if not folder.is_dir():
+        if folder.is_absolute() or name.startswith(".") or name.count("/") > 1:
+            raise FileNotFoundError(f"there is no model folder {name!r}.")
+        if "/" not in name:
+            name = f"timm/{name}"
+    return AutoModelForImageClassification.from_pretrained(name).eval()
+
+
+def transform_for(model: PreTrainedModel) -> ImageTransform | ProcessorTransform:
+    """How images become this model's input."""
+    if isinstance(model, AvgKForImageClassification):
+        return ImageTransform(model.config)
+    return ProcessorTransform(AutoImageProcessor.from_pretrained(model.name_or_path))
+
+
+def model_scores(model: PreTrainedModel, pixel_values: Tensor, k: float | None = None) -> Tensor:
+    """The scores (B, L) of any classifier that are compared with lambda_val."""
+    if isinstance(model, AvgKForImageClassification):
+        return model.scores(pixel_values, k)
+    with torch.no_grad():
+        logits = model.eval()(pixel_values.to(model.device, model.dtype)).logits
+    return score(logits, getattr(model.config, "score", "softmax"))
+
+
+def calibrate(
+    model: PreTrainedModel, dataset: Dataset, k: Iterable[float], dataset_name: str | None = None, **kwargs: Any
+) -> dict[str, float]:
+    """Compute lambda_val for every `k` in one pass over a dataset and store it in the model's config.
+
+    The model may be any image classifier of transformers; its class and weights stay what they are. Afterwards the set
+    pipeline, `avgk predict` and `avgk evaluate` take it.
+
+    Args:
+        model: The classifier.
+        dataset: Validation images, one split of `load_splits`.
+        k: Average set sizes, each in [1, L).
+        dataset_name: For the calibration record.
+        kwargs: As in `evaluate`.
+
+    Returns:
+        The metrics on these images.
+    """
+    return evaluate(model, dataset, k, calibrate=True, dataset_name=dataset_name, **kwargs)
+
+
 def evaluate(
-    model: AvgKForImageClassification,
+    model: PreTrainedModel,
     dataset: Dataset,
     k: Iterable[float] = (),
     calibrate: bool = False,
@@ -20,11 +81,11 @@ def evaluate(
     num_workers: int = 0,
     dataset_name: str | None = None,
 ) -> dict[str, float]:
-    """Evaluate a model on one split of `load_splits`, in one streaming pass.
+    """Evaluate a classifier on one split of `load_splits`, in one streaming pass.
 
     Args:
         model: The model; with `calibrate` its config receives the thresholds.
-        dataset: The split.
+        dataset: The split; its classes are matched to the model's by name.
         k: Average set sizes besides the model's own; default: all that are calibrated.
         calibrate: Compute the thresholds from this split, instead of using those in the config.
         batch_size: Images per forward pass.
@@ -34,10 +95,14 @@ def evaluate(
     Returns:
         The metrics, as `AvgKTrainer.evaluate` names them, without prefix.
     """
-    ks = list(k) or [float(key) for key in model.config.thresholds]
+    dataset = align_labels(dataset, model.config)
+    ks = list(k) or [float(key) for key in getattr(model.config, "thresholds", None) or {}]
     if not calibrate:
+        stored_threshold(model.config, ks[0] if ks else None)
         for size in ks:
-            model.config.threshold(size)  # refuses one that is not calibrated
+            stored_threshold(model.config, size)  # refuses one that is not calibrated
+    if not isinstance(model, AvgKForImageClassification):
+        return _evaluate_foreign(model, dataset, ks, calibrate, batch_size, num_workers, dataset_name)
     with tempfile.TemporaryDirectory() as folder:
         args = AvgKTrainingArguments(
             output_dir=folder,
@@ -52,3 +117,67 @@ def evaluate(
         )
         metrics = trainer.evaluate(calibrate=calibrate)
     return {name.removeprefix("eval_"): value for name, value in metrics.items()}
+
+
+def _evaluate_foreign(
+    model: PreTrainedModel,
+    dataset: Dataset,
+    ks: list[float],
+    calibrate: bool,
+    batch_size: int,
+    num_workers: int,
+    dataset_name: str | None,
+) -> dict[str, float]:
+    """`evaluate` for a classifier of another class, whose config may hold thresholds all the same."""
+    config = model.config
+    if not ks:
+        raise ValueError("name the average set sizes to calibrate for, e.g. `k=[1, 2, 5]`.")
+    for k in ks:
+        check_k(k, config.num_labels)
+    thresholds = None if calibrate else {k: stored_threshold(config, k) for k in ks}
+    statistics = SetStatistics(ks, len(dataset), thresholds)
+    loader = torch.utils.data.DataLoader(
+        prepare(dataset, transform_for(model)), batch_size, collate_fn=default_data_collator, num_workers=num_workers
+    )
+    for batch in tqdm(loader, desc="calibrate" if calibrate else "evaluate", unit="batch"):
+        scores = model_scores(model, batch["pixel_values"])
+        statistics.update(scores, batch["labels"].to(scores.device))
+    results = statistics.compute()
+    if calibrate:
+        config.score = getattr(config, "score", "softmax")
+        config.thresholds = {k_key(k): result["lambda_val"] for k, result in sorted(results.items())}
+        config.calibration = {
+            "num_examples": len(dataset),
+            "dataset": dataset_name,
+            "split": str(dataset.split or "validation"),
+            "date": datetime.datetime.now(datetime.timezone.utc).date().isoformat(),
+        }
+    metrics = {"top1_accuracy": results[ks[0]]["top1_accuracy"]}
+    for k, result in results.items():
+        metrics.update({f"{name}@{k_key(k)}": v for name, v in result.items() if name != "top1_accuracy"})
+    return metrics
+
+
+def save_classifier(model: PreTrainedModel, folder: str | Path, metrics: dict[str, float]) -> None:
+    """Save a calibrated classifier of any class with its image processor and a card."""
+    from .model_card import render_card
+
+    folder = Path(folder)
+    foreign = not isinstance(model, AvgKForImageClassification)
+    if foreign:
+        AutoImageProcessor.from_pretrained(model.name_or_path).save_pretrained(folder)
+    model.save_pretrained(folder)
+    dataset = (model.config.calibration or {}).get("dataset")
+    card = render_card(folder.name, model.config, {"validation": metrics}, {}, dataset, calibrated_only=True)
+    card.save(folder / "README.md")
+
+
+def write_thresholds(model: PreTrainedModel, folder: str | Path) -> None:
+    """Store the thresholds of a calibrated model in the config.json of the folder it was loaded from."""
+    path = Path(folder) / "config.json"
+    names = ("thresholds", "heads", "head_thresholds", "calibration", "score")
+    found = {name: getattr(model.config, name) for name in names if hasattr(model.config, name)}
+    config = {**json.loads(path.read_text()), **found}
+    new = path.with_name("config.json.new")
+    new.write_text(json.dumps(config, indent=2, sort_keys=True, ensure_ascii=False) + "\n")
+    new.replace(path)

@@ -5,7 +5,6 @@ import json
 import os
 import sys
 from pathlib import Path
-from typing import Any
 
 from . import __version__
 
@@ -41,6 +40,7 @@ def build_parser() -> argparse.ArgumentParser:
         command.add_argument("--json", action="store_true", help="print the metrics as JSON")
         if name == "calibrate":
             command.add_argument("--out", help="folder for the calibrated model (default: write to MODEL)")
+            command.add_argument("--push", metavar="REPO", help="upload the folder of --out to the Hub")
         else:
             command.add_argument("--out", help="JSON file to write the metrics to")
 
@@ -67,18 +67,6 @@ def build_parser() -> argparse.ArgumentParser:
     return parser
 
 
-def load_model(name: str) -> Any:
-    """A saved model, from a folder or the Hub."""
-    from . import AvgKForImageClassification
-
-    folder = Path(name)
-    if folder.is_dir() and not (folder / "config.json").is_file():
-        raise FileNotFoundError(f"{name} holds no config.json; name the folder of a saved model.")
-    if not folder.is_dir() and (folder.is_absolute() or name.startswith(".") or name.count("/") != 1):
-        raise FileNotFoundError(f"there is no model folder {name!r}.")
-    return AvgKForImageClassification.from_pretrained(name).eval()
-
-
 def run_demo(args: argparse.Namespace) -> None:
     """`avgk demo`."""
     from .demo import demo
@@ -95,43 +83,45 @@ def run_train(args: argparse.Namespace) -> None:
 
 def run_evaluate(args: argparse.Namespace) -> None:
     """`avgk evaluate` and `avgk calibrate`."""
-    from .calibrate import evaluate
+    from .calibrate import evaluate, load_classifier, save_classifier, write_thresholds
     from .data import load_splits
+    from .hub import push_folder
 
-    model = load_model(args.model)
+    calibrate = args.command == "calibrate"
+    if calibrate and not args.out and (args.push or not Path(args.model).is_dir()):
+        raise ValueError("name a folder for the calibrated model with --out.")
+    model = load_classifier(args.model)
     splits = load_splits(args.dataset, seed=args.seed)
     if args.split not in splits:
         raise ValueError(f"the dataset {args.dataset!r} has no split {args.split!r}, only {list(splits)}: --split.")
-    calibrate = args.command == "calibrate"
-    metrics = evaluate(
-        model, splits[args.split], args.k, calibrate, args.batch_size, args.workers, dataset_name=args.dataset
-    )
+    name = Path(args.dataset).name if Path(args.dataset).exists() else args.dataset
+    metrics = evaluate(model, splits[args.split], args.k, calibrate, args.batch_size, args.workers, name)
     text = json.dumps(metrics, indent=2)
     if calibrate and args.out:
-        model.save_pretrained(args.out)
+        save_classifier(model, args.out, metrics)
     elif calibrate:
-        if not Path(args.model).is_dir():
-            raise ValueError(f"{args.model} is on the Hub: name a folder for the calibrated model with --out.")
-        model.config.save_pretrained(args.model)
+        write_thresholds(model, args.model)
     elif args.out:
         Path(args.out).parent.mkdir(parents=True, exist_ok=True)
         Path(args.out).write_text(text + "\n")
     print(text if args.json else "\n".join(f"{name:32}{value:.6g}" for name, value in metrics.items()))
     if calibrate and not args.json:
         print(f"thresholds written to {args.out or args.model}")
+    if calibrate and args.push:
+        print(push_folder(args.out, args.push))
 
 
 def run_predict(args: argparse.Namespace) -> None:
     """`avgk predict`."""
-    from .data.transforms import ImageTransform
-    from .sets import predict_sets, ranked_sets
+    from .calibrate import load_classifier, model_scores, transform_for
+    from .sets import predict_sets, ranked_sets, stored_threshold
 
-    model = load_model(args.model)
-    lambda_val = model.config.threshold(args.k) if args.lambda_val is None else args.lambda_val
-    transform = ImageTransform(model.config)
+    model = load_classifier(args.model)
+    lambda_val = stored_threshold(model.config, args.k) if args.lambda_val is None else args.lambda_val
+    transform = transform_for(model)
     predictions = []
     for path in args.images:
-        scores = model.scores(transform.image(path)[None], args.k)  # (1, L)
+        scores = model_scores(model, transform.image(path)[None], args.k)  # (1, L)
         classes = ranked_sets(scores, predict_sets(scores, lambda_val, args.min_size))[0]
         found = [{"label": model.config.id2label[j], "score": scores[0, j].item()} for j in classes]
         predictions.append({"image": path, "set": found})

@@ -19,6 +19,7 @@ METHODS = {
     "role": "Trained with ROLE: labels that were not observed are estimated for every training image.",
     "topk": "Trained with the balanced noised top-K hinge loss.",
 }
+CALIBRATED = "This model was not trained for sets: a classifier that existed already was calibrated with avgk_hf."
 HYPERPARAMETERS = {"avgk": ["alpha"], "epr": ["beta"], "role": ["role_lambda", "theta_lr"], "topk": ["epsilon"]}
 
 
@@ -76,6 +77,7 @@ def render_card(
     hyperparameters: dict[str, Any],
     dataset: str | None = None,
     set_sizes: list[int] | None = None,
+    calibrated_only: bool = False,
 ) -> ModelCard:
     """The model card of a trained model.
 
@@ -86,11 +88,13 @@ def render_card(
         hyperparameters: Rows of the training table.
         dataset: Name of the data.
         set_sizes: How many test images got a set of 0, 1, 2, ... classes.
+        calibrated_only: Whether the model was trained elsewhere, and only its thresholds come from here.
     """
+    own_k = k_key(config.k) if hasattr(config, "k") else min(config.thresholds, key=float)
     split = "test" if "test" in results else "validation"
     metrics = results.get(split, {})
     ks = sorted(config.thresholds, key=float)
-    rows = [_row(k, "" if k == k_key(config.k) else f"@{k}", metrics) for k in ks] if metrics else []
+    rows = [_row(k, "" if "mean_set_size@" + k not in metrics else f"@{k}", metrics) for k in ks] if metrics else []
     total = sum(set_sizes or [])
     shares = [(size, f"{100 * count / total:.1f}%") for size, count in enumerate(set_sizes or []) if count]
     card_data = ModelCardData(
@@ -105,7 +109,7 @@ def render_card(
         template_path=str(TEMPLATE),
         model_name=repo.split("/")[-1],
         repo=repo,
-        k=k_key(config.k),
+        k=own_k,
         ks=", ".join(ks),
         num_labels=config.num_labels,
         results_split=split,
@@ -113,7 +117,7 @@ def render_card(
         sizes=shares[:20],
         top1=_percent(metrics["top1_accuracy"]) if metrics else "",
         calibration=config.calibration,
-        method=METHODS[config.objective],
+        method=CALIBRATED if calibrated_only else METHODS[config.objective],
         dataset=dataset or "not stated",
         hyperparameters=hyperparameters,
     )
@@ -123,7 +127,7 @@ def _eval_results(config: AvgKConfig, metrics: dict[str, float], split: str, dat
     """The results as the Hub's model-index takes them: accuracy and size for every K, and top-1."""
     wanted = []
     for k in sorted(config.thresholds, key=float):
-        suffix = "" if k == k_key(config.k) else f"@{k}"
+        suffix = f"@{k}" if f"mean_set_size@{k}" in metrics else ""
         wanted += [
             ("average_k_accuracy", suffix, f"average-{k} accuracy"),
             ("mean_set_size", suffix, f"mean size, K={k}"),

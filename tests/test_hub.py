@@ -89,7 +89,7 @@ for wrong, expected in (
 
 names = sorted(str(path.relative_to(folder)) for path in folder.rglob("*") if path.is_file())
 assert list_repo_files("someone/tiny") == names
-assert [entry.path for entry in list_repo_tree("someone/tiny")] == ["config.json", "model.safetensors", "notes"]
+assert [entry.path for entry in list_repo_tree("someone/tiny")] == sorted(path.name for path in folder.iterdir())
 assert [file.path for file in list_repo_tree("someone/tiny", "notes")] == ["notes/read me.txt"]
 info = model_info("someone/tiny")
 assert sorted(file.rfilename for file in info.siblings) == names
@@ -114,7 +114,7 @@ def test_what_is_uploaded_comes_back_bit_for_bit(hub, client, model_folder):
     assert len([request for request in hub.requests if request.startswith("PUT /lfs/")]) == 1  # the weights
     client(ROUND_TRIP, model_folder)
     # each is downloaded once, although it was asked for three times
-    assert sorted(downloads(hub)) == ["config.json", "model.safetensors", "read%20me.txt"]
+    assert sorted(downloads(hub)) == sorted(Path(name).name.replace(" ", "%20") for name in contents(model_folder))
 
 
 def test_parts_are_served_and_strangers_cannot_write(hub, client, model_folder):
@@ -338,3 +338,80 @@ def test_a_failed_push_of_a_model_can_be_repeated(hub, client, tmp_path):
     pushed = hub.files("someone/tiny")
     del pushed["README.md"]
     assert pushed == contents(tmp_path)
+
+
+TRAIN_AND_PUSH = """
+import json, sys
+from pathlib import Path
+from avgk_hf import AvgKForImageClassification, AvgKTrainer, AvgKTrainingArguments, load_splits, prepare
+from avgk_hf.cli import main
+
+images, run = sys.argv[1:]
+splits = load_splits(images)
+labels = dict(enumerate(splits["train"].features["label"].names))
+model = AvgKForImageClassification.from_timm("test_resnet", id2label=labels, k=2, image_size=32)
+args = AvgKTrainingArguments(run, num_train_epochs=1, eval_strategy="epoch", save_strategy="epoch",
+    load_best_model_at_end=True, push_to_hub=True, hub_model_id="someone/trees", hub_strategy="every_save",
+    disable_tqdm=True, dataloader_pin_memory=False)
+trainer = AvgKTrainer(model, args, prepare(splits["train"], model.config), prepare(splits["validation"], model.config),
+    dataset_name="trees")
+trainer.train()
+trainer.evaluate(prepare(splits["test"], model.config), metric_key_prefix="test")
+Path(run, "set_sizes.png").write_bytes(b"a picture")
+trainer.push_to_hub()
+assert main(["push", run, "someone/again"]) == 0
+print(json.dumps({"thresholds": model.config.thresholds, "files": sorted(p.name for p in Path(run).iterdir())}))
+"""
+
+SETS = """
+import json, sys
+import avgk_hf.auto
+from transformers import pipeline
+answer = pipeline("average-k-image-classification", model="someone/trees")(sys.argv[1])
+other = pipeline("average-k-image-classification", model="someone/again")(sys.argv[1])
+assert answer == other
+print(json.dumps(answer))
+"""
+
+NO_PACKAGE = """
+import json, sys
+sys.modules["avgk_hf"] = None
+from transformers import pipeline
+answer = pipeline("average-k-image-classification", model="someone/trees", trust_remote_code=True)(sys.argv[1])
+print(json.dumps(answer))
+"""
+
+
+def test_a_trained_model_reaches_strangers(hub, client, image_folder, tmp_path):
+    """`trainer.push_to_hub()` and `avgk push`, then both ways of loading in new processes with empty caches."""
+    run = tmp_path / "run"
+    local = client(TRAIN_AND_PUSH, image_folder, run)
+    for repo in ("someone/trees", "someone/again"):
+        files = hub.files(repo)
+        code = {"configuration.py", "modeling.py", "pipeline.py", "sets.py"}
+        assert set(files) - {".gitattributes"} == code | {
+            "README.md", "config.json", "model.safetensors", "preprocessor_config.json", "set_sizes.png"
+        }  # fmt: skip
+        assert json.loads(files["config.json"])["thresholds"] == local["thresholds"]
+        for name, data in files.items():
+            assert hub.token.encode() not in data and str(tmp_path).encode() not in data, name
+            assert str(image_folder).encode() not in data, name
+    card = hub.files("someone/trees")["README.md"].decode()
+    for part in ("average-k-image-classification", "model-index", "average-2 accuracy", "split\nvalidation", "trees"):
+        assert part in card, part
+    assert "training_args.bin" not in local["files"]
+    image = image_folder / "test" / "oak" / "0.png"
+    assert client(SETS, image) == client(NO_PACKAGE, image)
+
+
+def test_a_failed_push_says_how_to_go_on(hub, client, model_folder):
+    hub.fail("POST .*/commit/", status=500, times=9)
+    before = contents(model_folder)
+    code = "import json, sys\nfrom avgk_hf.cli import main\nprint(json.dumps(main(['push', *sys.argv[1:]])))"
+    assert client(code, model_folder, "someone/tiny") == 2
+    assert contents(model_folder) == before
+    program = "import sys, json\nfrom avgk_hf.hub import push_folder\n" + (
+        "try: push_folder(*sys.argv[1:])\nexcept OSError as error: print(json.dumps(str(error)))"
+    )
+    message = client(program, model_folder, "someone/tiny")
+    assert f"{model_folder} is intact; go on with `avgk push {model_folder} someone/tiny`" in message

@@ -1,6 +1,8 @@
 """One door for all data: `glyphs`, a Hub id, an image folder, parquet files or a saved dataset."""
 
+import difflib
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 from datasets import ClassLabel, Dataset, DatasetDict, Features, Image, Value, load_dataset, load_from_disk
@@ -109,3 +111,32 @@ def class_counts(dataset: Dataset, num_labels: int) -> np.ndarray:
             f" `num_labels={labels.max() + 1}`, or check the label column."
         )
     return np.bincount(labels, minlength=num_labels)
+
+
+def align_labels(dataset: Dataset, config: Any) -> Dataset:
+    """The dataset with the model's class ids: classes are matched by name, and unknown ones refused.
+
+    A folder without images of some class has other ids than the training set had. Where no name is known at all but
+    the numbers of classes agree, the ids are taken as they are.
+
+    Args:
+        dataset: One split of `load_splits`.
+        config: A model's config with `id2label`.
+    """
+    names = dataset.features["label"].names
+    known = {name: int(i) for i, name in config.id2label.items()}
+    if [known.get(name) for name in names] == list(range(len(names))):
+        return dataset
+    unknown = [name for name in names if name not in known]
+    if len(unknown) == len(names) == len(known):
+        return dataset
+    if unknown:
+        near = difflib.get_close_matches(unknown[0], known, n=1)
+        raise ValueError(
+            f"the dataset has {len(unknown)} classes that the model does not know, e.g. {unknown[0]!r}"
+            + (f" (the model knows {near[0]!r})" if near else "")
+            + ". Name the classes as in the model's config, or leave these images out."
+        )
+    ids = np.asarray([known[name] for name in names])[np.asarray(dataset["label"])]
+    label = ClassLabel(names=[config.id2label[i] for i in range(len(known))])
+    return dataset.remove_columns("label").add_column("label", ids.tolist()).cast_column("label", label)

@@ -69,15 +69,28 @@ class ImageTransform:
         return output
 
 
+class ProcessorTransform(ImageTransform):
+    """The same with the image processor of any other classifier.
+
+    Args:
+        processor: What `AutoImageProcessor.from_pretrained` gives.
+    """
+
+    def __init__(self, processor: Any) -> None:
+        self.transform = lambda image: processor(images=image, return_tensors="pt")["pixel_values"][0]
+        self.mode = "RGB"
+
+
 def prepare(dataset: Dataset, config: Any, augmentation: str = "none") -> Dataset:
     """The dataset as the model takes it: images are opened, resized and normalised when they are read.
 
     Args:
         dataset: One split of `load_splits`.
-        config: The model's config.
+        config: The model's config, or an `ImageTransform`.
         augmentation: For training, as in `ImageTransform`.
     """
     for column in ("image", "label"):
         if column not in dataset.column_names:
             raise ValueError(f"the dataset has no column {column!r}, only {dataset.column_names}: use `load_splits`.")
-    return dataset.cast_column("image", Image(decode=False)).with_transform(ImageTransform(config, augmentation))
+    transform = config if isinstance(config, ImageTransform) else ImageTransform(config, augmentation)
+    return dataset.cast_column("image", Image(decode=False)).with_transform(transform)

@@ -130,7 +130,8 @@ class _AvgK(torch.autograd.Function):
         negative_terms = F.softplus(flat).index_fill_(0, positives, 0)  # (B L,), -log(1 - sigma)
         ctx.save_for_backward(flat, grad_sccp, positives, positive_terms.expm1().mul_(weights))
         ctx.negative_weight = negative_weight
-        return negative_terms.sum() * negative_weight - weights @ positive_terms - own_terms.mean()
+        # `dot` and not `@`, which autocast would round to half precision
+        return negative_terms.sum() * negative_weight - weights.dot(positive_terms) - own_terms.mean()
 
     @staticmethod
     @once_differentiable

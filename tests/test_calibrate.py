@@ -1,0 +1,122 @@
+"""Any existing classifier becomes a set-valued one: calibrated, not trained."""
+
+import json
+
+import pytest
+import timm
+import torch
+from transformers import (
+    AutoConfig,
+    AutoModelForImageClassification,
+    TimmWrapperForImageClassification,
+    ViTConfig,
+    ViTForImageClassification,
+    ViTImageProcessor,
+    pipeline,
+)
+
+from avgk_hf import load_splits
+from avgk_hf.calibrate import calibrate, evaluate, load_classifier, model_scores, transform_for
+from avgk_hf.cli import main
+from avgk_hf.data import align_labels
+from avgk_hf.sets import average_k_threshold, predict_sets
+from conftest import CLASSES, write_images
+
+LABELS = dict(enumerate(CLASSES))
+
+
+@pytest.fixture(scope="module", params=["vit", "timm"])
+def classifier(request, tmp_path_factory):
+    """Folder of a classifier that knows nothing of this package."""
+    folder = tmp_path_factory.mktemp("foreign") / request.param
+    torch.manual_seed(0)
+    if request.param == "vit":
+        sizes = {"hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 16}
+        config = ViTConfig(image_size=32, patch_size=8, id2label=LABELS, label2id=_ids(LABELS), **sizes)
+        ViTForImageClassification(config).save_pretrained(folder)
+        ViTImageProcessor(size={"height": 32, "width": 32}).save_pretrained(folder)
+    else:
+        model = timm.create_model("test_resnet", num_classes=6)
+        timm.models.save_for_hf(model, folder, model_config={"num_classes": 6, "label_names": CLASSES})
+    return folder
+
+
+def _ids(labels):
+    return {name: i for i, name in labels.items()}
+
+
+def test_calibrate_and_use_any_classifier(classifier, image_folder, splits, tmp_path, capsys):
+    out = tmp_path / "calibrated"
+    arguments = ["calibrate", str(classifier), str(image_folder), "--k", "1", "2", "2.5", "--out", str(out)]
+    assert main(arguments) == 0
+    before, after = (AutoModelForImageClassification.from_pretrained(folder).eval() for folder in (classifier, out))
+    assert type(after) is type(before)
+    assert all(torch.equal(a, b) for a, b in zip(before.parameters(), after.parameters(), strict=True))
+
+    model = load_classifier(str(out))
+    transform = transform_for(model)
+    pixels = torch.stack([transform.image(row["image"]) for row in splits["validation"]])
+    scores = model_scores(model, pixels)
+    thresholds = AutoConfig.from_pretrained(out).thresholds
+    assert thresholds == {k: pytest.approx(average_k_threshold(scores, float(k)), rel=1e-5) for k in ("1", "2", "2.5")}
+    assert model.config.calibration["num_examples"] == 30 and model.config.calibration["dataset"] == image_folder.name
+    card = (out / "README.md").read_text()
+    assert "was not trained for sets" in card and "calibrated for\nK in 1, 2, 2.5" in card
+
+    images = [str(path) for path in sorted((image_folder / "test" / "oak").glob("*.png"))]
+    capsys.readouterr()
+    assert main(["predict", str(out), *images, "--k", "2.5", "--json"]) == 0
+    by_command = [[item["label"] for item in found["set"]] for found in json.loads(capsys.readouterr().out)]
+    sets = pipeline("average-k-image-classification", model=str(out))(images, k=2.5)
+    assert [[item["label"] for item in found] for found in sets] == by_command
+    pixels = torch.stack([transform.image(path) for path in images])
+    mask = predict_sets(model_scores(model, pixels), thresholds["2.5"], min_size=1)
+    assert [sorted(found) for found in by_command] == [[CLASSES[j] for j in row.nonzero()[:, 0]] for row in mask]
+
+    assert main(["evaluate", str(out), str(image_folder), "--json"]) == 0
+    metrics = json.loads(capsys.readouterr().out)
+    assert metrics["lambda_val@2"] == thresholds["2"] and 0 <= metrics["average_k_accuracy@2"] <= 1
+
+
+def test_calibrate_in_place_keeps_the_rest_of_the_config(classifier, image_folder, tmp_path):
+    import shutil
+
+    folder = tmp_path / "copy"
+    shutil.copytree(classifier, folder)
+    before = json.loads((folder / "config.json").read_text())
+    assert main(["calibrate", str(folder), str(image_folder), "--k", "2"]) == 0
+    after = json.loads((folder / "config.json").read_text())
+    assert set(after["thresholds"]) == {"2"}
+    assert {name: after[name] for name in before} == before
+    assert type(load_classifier(str(folder))) is type(load_classifier(str(classifier)))
+
+
+def test_python_twin_and_refusals(classifier, splits):
+    model = load_classifier(str(classifier))
+    with pytest.raises(ValueError, match="no thresholds"):
+        evaluate(model, splits["test"])
+    with pytest.raises(ValueError, match="name the average set sizes"):
+        calibrate(model, splits["validation"], k=[])
+    with pytest.raises(ValueError, match=r"k=6 must be a number in \[1, 6\)"):
+        calibrate(model, splits["validation"], k=[6])
+    metrics = calibrate(model, splits["validation"], k=[2], dataset_name="trees")
+    assert metrics["mean_set_size@2"] == pytest.approx(2, abs=0.2)  # ties of an untrained model may enlarge it
+    assert evaluate(model, splits["test"])["lambda_val@2"] == model.config.thresholds["2"]
+    assert isinstance(model, (ViTForImageClassification, TimmWrapperForImageClassification))
+
+
+def test_classes_are_matched_by_name(tmp_path, splits):
+    """A folder without images of some class numbers its classes differently."""
+    write_images(tmp_path / "test", {"beech": 2, "oak": 3})
+    for empty in ("ash", "cedar", "elm", "fir"):
+        (tmp_path / "test" / empty).rmdir()
+    test = load_splits(str(tmp_path))["test"]
+    config = ViTConfig(id2label=LABELS, label2id=_ids(LABELS))
+    assert list(test["label"]) == [0, 0, 1, 1, 1]
+    aligned = align_labels(test, config)
+    assert list(aligned["label"]) == [1, 1, 5, 5, 5] and aligned.features["label"].names == CLASSES
+    assert align_labels(splits["test"], config) is splits["test"]
+    with pytest.raises(ValueError, match=r"2 classes that the model does not know, e.g. 'beech'"):
+        align_labels(test, ViTConfig(id2label={0: "pine", 1: "palm", 2: "yew"}))
+    numbered = ViTConfig(num_labels=2)  # LABEL_0, LABEL_1: no name is known, and the numbers agree
+    assert align_labels(test, numbered) is test
