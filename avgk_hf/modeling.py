@@ -202,6 +202,19 @@ class AvgKForImageClassification(PreTrainedModel):
             (folder / "preprocessor_config.json").write_text(json.dumps(processor, indent=2) + "\n")
         super().save_pretrained(save_directory, is_main_process=is_main_process, **kwargs)
 
+    def freeze_backbone(self) -> "AvgKForImageClassification":
+        """Train the heads only: the backbone keeps its weights and its BatchNorm statistics. Returns the model."""
+        self.backbone.requires_grad_(False)
+        self._backbone_frozen = True
+        return self.train(self.training)
+
+    def train(self, mode: bool = True) -> "AvgKForImageClassification":
+        """As in the base class; a frozen backbone stays in evaluation mode."""
+        super().train(mode)
+        if getattr(self, "_backbone_frozen", False):
+            self.backbone.eval()
+        return self
+
     def _set_gradient_checkpointing(self, enable: bool = True, *args: Any, **kwargs: Any) -> None:
         self.backbone.set_grad_checkpointing(enable)
         self.gradient_checkpointing = enable  # read by `is_gradient_checkpointing`, and so by the Trainer under DDP

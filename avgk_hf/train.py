@@ -42,6 +42,7 @@ class ModelArguments:
     model_args: str | None = field(
         default=None, metadata={"help": "Further arguments of timm.create_model, as JSON or a YAML mapping."}
     )
+    freeze_backbone: bool = field(default=False, metadata={"help": "Train the heads only."})
     channels_last: bool = field(
         default=False, metadata={"help": "Lay tensors out channels last, usually faster for convolutional backbones."}
     )
@@ -144,6 +145,8 @@ def build_model(arguments: ModelArguments, names: list[str]) -> AvgKForImageClas
         model_args=model_args,
         **{name: getattr(arguments, name) for name in HYPERPARAMETERS},
     )
+    if arguments.freeze_backbone:
+        model.freeze_backbone()
     return model.to(memory_format=torch.channels_last) if arguments.channels_last else model
 
 

@@ -307,9 +307,12 @@ class AvgKTrainer(Trainer):
             logger.warning(f"{error} Training goes on.")
 
     def _save(self, output_dir: str | None = None, state_dict: dict[str, Any] | None = None) -> None:
-        """As in `Trainer`, without the pickled training arguments."""
+        """As in `Trainer`, without the pickled training arguments, and with the thresholds beside an adapter."""
         super()._save(output_dir, state_dict)
-        (Path(output_dir or self.args.output_dir) / TRAINING_ARGS_NAME).unlink(missing_ok=True)
+        folder = Path(output_dir or self.args.output_dir)
+        (folder / TRAINING_ARGS_NAME).unlink(missing_ok=True)
+        if not (folder / "config.json").exists():  # peft saves its adapter only
+            self.model.config.save_pretrained(folder)
 
     def _issue_warnings_after_load(self, load_result: Any) -> None:
         """Refuse weights that do not fit exactly; the stock Trainer would go on with a half-loaded model."""

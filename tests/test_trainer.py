@@ -360,3 +360,60 @@ def test_baselines_train_and_calibrate(objective, make_trainer, make_model):
     trainer.train()
     assert trainer.model.config.thresholds
     assert trainer.state.log_history[-1]["train_loss"] > 0
+
+
+def test_bf16_autocast(make_trainer):
+    trainer = make_trainer(bf16=True, use_cpu=True, num_train_epochs=1)
+    trainer.train()
+    assert next(trainer.model.parameters()).dtype == torch.float32
+    assert trainer.evaluate()["eval_mean_set_size"] == pytest.approx(2, abs=1e-6)
+
+
+def test_gradient_checkpointing_through_the_trainer(make_trainer, make_model):
+    weights = []
+    for checkpointing in (False, True):
+        trainer = make_trainer(
+            model=make_model("test_vit"), gradient_checkpointing=checkpointing, num_train_epochs=1, seed=1
+        )
+        trainer.train()
+        weights.append(trainer.model.ml_head.weight.detach())
+    assert torch.allclose(*weights, atol=1e-5)
+
+
+def test_torch_compile(make_trainer, tmp_path):
+    """Tracing, checkpoints and thresholds; the backend without code generation keeps this short."""
+    trainer = make_trainer(torch_compile=True, torch_compile_backend="aot_eager", num_train_epochs=1)
+    trainer.train()
+    assert trainer.model.config.thresholds
+    trainer.save_model(tmp_path / "saved")
+    loaded = AvgKForImageClassification.from_pretrained(tmp_path / "saved")
+    assert loaded.config.thresholds == trainer.model.config.thresholds
+    assert torch.equal(loaded.ml_head.weight, trainer.model.ml_head.weight)
+
+
+def test_frozen_backbone_trains_the_heads_only(make_trainer, make_model):
+    model = make_model().freeze_backbone()
+    before = {name: value.clone() for name, value in model.state_dict().items()}
+    make_trainer(model=model, num_train_epochs=1).train()
+    changed = {name for name, value in model.state_dict().items() if not torch.equal(value, before[name])}
+    assert changed == {"ml_head.weight", "ml_head.bias", "sccp_head.weight", "sccp_head.bias"}
+
+
+def test_lora_on_the_backbone(make_trainer, make_model, tmp_path):
+    peft = pytest.importorskip("peft")
+    base = make_model("test_vit")
+    before = base.backbone.blocks[0].attn.qkv.weight.detach().clone()
+    config = peft.LoraConfig(target_modules=["qkv", "proj"], modules_to_save=["ml_head", "sccp_head"], r=4)
+    model = peft.get_peft_model(base, config)
+    trainer = make_trainer(model=model, learning_rate=0.5)
+    trainer.train()
+    best = Path(trainer.state.best_model_checkpoint)
+    assert (best / "adapter_model.safetensors").is_file() and not (best / "model.safetensors").exists()
+    assert AvgKConfig.from_pretrained(best).thresholds == model.config.thresholds != {}
+    merged = model.merge_and_unload()
+    assert isinstance(merged, AvgKForImageClassification)
+    assert not torch.equal(merged.backbone.blocks[0].attn.qkv.weight, before)
+    merged.save_pretrained(tmp_path / "merged")
+    loaded = AvgKForImageClassification.from_pretrained(tmp_path / "merged")
+    pixels = torch.stack([row["pixel_values"] for row in trainer.eval_dataset])
+    assert loaded.predict_sets(pixels) == trainer.predict(trainer.eval_dataset).predictions
