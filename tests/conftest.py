@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 import torch
 from PIL import Image
+from transformers import ViTConfig, ViTForImageClassification, ViTImageProcessor
 
 from avgk_hf import AvgKForImageClassification, AvgKTrainer, AvgKTrainingArguments, load_splits, prepare
 
@@ -26,6 +27,23 @@ def write_images(folder, per_class: dict[str, int], seed: int = 0, size: int = 2
         for j in range(per_class.get(name, 0)):
             pixels = rng.normal(40 * i + 20, 25, (size, size, 3)).clip(0, 255).astype(np.uint8)
             Image.fromarray(pixels).save(target / f"{j}.png")
+
+
+def save_vit(folder) -> None:
+    """A tiny ViT of transformers itself for these classes, which knows nothing of this package."""
+    labels = dict(enumerate(CLASSES))
+    config = ViTConfig(
+        image_size=32,
+        patch_size=8,
+        hidden_size=16,
+        num_hidden_layers=1,
+        num_attention_heads=2,
+        intermediate_size=16,
+        id2label=labels,
+        label2id={name: i for i, name in labels.items()},
+    )
+    ViTForImageClassification(config).save_pretrained(folder)
+    ViTImageProcessor(size={"height": 32, "width": 32}).save_pretrained(folder)
 
 
 @pytest.fixture(scope="session")

@@ -11,7 +11,6 @@ from transformers import (
     TimmWrapperForImageClassification,
     ViTConfig,
     ViTForImageClassification,
-    ViTImageProcessor,
     pipeline,
 )
 
@@ -20,7 +19,7 @@ from avgk_hf.calibrate import calibrate, evaluate, load_classifier, model_scores
 from avgk_hf.cli import main
 from avgk_hf.data import align_labels
 from avgk_hf.sets import average_k_threshold, predict_sets
-from conftest import CLASSES, write_images
+from conftest import CLASSES, save_vit, write_images
 
 LABELS = dict(enumerate(CLASSES))
 
@@ -31,10 +30,7 @@ def classifier(request, tmp_path_factory):
     folder = tmp_path_factory.mktemp("foreign") / request.param
     torch.manual_seed(0)
     if request.param == "vit":
-        sizes = {"hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 16}
-        config = ViTConfig(image_size=32, patch_size=8, id2label=LABELS, label2id=_ids(LABELS), **sizes)
-        ViTForImageClassification(config).save_pretrained(folder)
-        ViTImageProcessor(size={"height": 32, "width": 32}).save_pretrained(folder)
+        save_vit(folder)
     else:
         model = timm.create_model("test_resnet", num_classes=6)
         timm.models.save_for_hf(model, folder, model_config={"num_classes": 6, "label_names": CLASSES})
