@@ -4,6 +4,7 @@ This file and those it imports also travel with a saved model as remote code, so
 """
 
 import difflib
+import fnmatch
 import json
 import math
 import os
@@ -26,6 +27,13 @@ from .sets import check_k, head_scores, predict_sets, ranked_sets
 
 ALIGNMENT = 64  # bytes, as torch allocates
 CODE = ("configuration.py", "modeling.py", "pipeline.py", "sets.py")  # what a saved model carries as remote code
+ENCODER = "returns many vectors for an image, not one; take the model of the same name without `_enc`"
+UNSUPPORTED = {  # timm models, as patterns, and why they are refused
+    "deepseek_vit_*_enc": ENCODER,
+    "gemma4_vit_*_enc": ENCODER,
+    "mobilenetv5_*_enc": ENCODER,
+    "qwen3_vit_*_enc": ENCODER,
+}
 
 # where the stock pipeline looks up whether it supports a model; registering with the Auto class does not get there
 MODEL_FOR_IMAGE_CLASSIFICATION_MAPPING_NAMES.setdefault("avgk", "AvgKForImageClassification")
@@ -83,9 +91,10 @@ class AvgKForImageClassification(PreTrainedModel):
         self.backbone = create_backbone(config.architecture, **config.model_args)
         self._built_on_meta = any(parameter.is_meta for parameter in self.backbone.parameters())
         self.supports_gradient_checkpointing = hasattr(self.backbone, "set_grad_checkpointing")
-        width = getattr(self.backbone, "head_hidden_size", None) or self.backbone.num_features
+        width = _feature_width(self.backbone)
         self.ml_head = nn.Linear(width, config.num_labels)
         self.sccp_head = nn.Linear(width, config.num_labels) if config.sccp_head else None
+        self._tied_weights_keys = _shared_names(self)
         self.post_init()
 
     @classmethod
@@ -171,6 +180,10 @@ class AvgKForImageClassification(PreTrainedModel):
                 fresh = self._fresh_backbone().get_submodule(path)
                 for name, tensor in missing.items():
                     tensor.copy_(getattr(fresh, name))
+
+    def get_expanded_tied_weights_keys(self, all_submodels: bool = False) -> dict[str, str]:
+        """As in the base class, which would ask a setting for word embeddings first."""
+        return dict(self._tied_weights_keys)
 
     def _fresh_backbone(self) -> nn.Module:
         if getattr(self, "_fresh", None) is None:
@@ -330,8 +343,11 @@ class AvgKForImageClassification(PreTrainedModel):
 
 def create_backbone(name: str, **kwargs: Any) -> nn.Module:
     """`timm.create_model` without classifier; an unknown name is refused with the nearest known ones."""
+    for pattern, reason in UNSUPPORTED.items():
+        if fnmatch.fnmatchcase(name.split(".")[0], pattern):
+            raise ValueError(f"the timm model {name!r} is not supported: it {reason}.")
     try:
-        return timm.create_model(name, num_classes=0, **kwargs)
+        backbone = timm.create_model(name, num_classes=0, **kwargs)
     except (RuntimeError, ValueError) as error:
         if ":" in name or not any(text in str(error) for text in ("Unknown model", "no source prefix")):
             raise
@@ -340,6 +356,25 @@ def create_backbone(name: str, **kwargs: Any) -> nn.Module:
         raise ValueError(
             f"{name!r} is neither a timm model nor a local folder. {hint} For a Hub model write `hf_hub:<repo id>`."
         ) from None
+    if any(getattr(module, "out_features", None) == 0 for module in backbone.modules()):
+        backbone.reset_classifier(0)  # inception_next builds a layer of width 0 where others leave the layer out
+    return backbone
+
+
+def _feature_width(backbone: nn.Module) -> int:
+    """Number of pooled features d; timm has two names for it, and a SAM encoder sets the wrong one behind its neck."""
+    has_neck = isinstance(getattr(backbone, "neck", None), nn.Sequential)
+    return (not has_neck and getattr(backbone, "head_hidden_size", None)) or backbone.num_features
+
+
+def _shared_names(model: nn.Module) -> dict[str, str]:
+    """Further names of parameters and buffers that occur more than once, as in coat; a file holds each one once."""
+    first: dict[int, str] = {}
+    return {
+        name: first[id(tensor)]
+        for name, tensor in model.state_dict(keep_vars=True).items()
+        if first.setdefault(id(tensor), name) != name
+    }
 
 
 def _fixed_input_size(source: str) -> bool:

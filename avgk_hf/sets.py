@@ -138,7 +138,7 @@ class AverageKThreshold:
         values = flat.numpy() if flat.device.type == "cpu" else flat
         if values.shape[0] == 0:
             return
-        if math.isnan(float(values.max())):
+        if math.isnan(float(values.dot(values))):  # NaN if any value is, and faster than a maximum
             raise ValueError(
                 f"NaN among the scores of images {self.num_seen - scores.shape[0]} to {self.num_seen - 1}: there is"
                 " no threshold. Check the logits: a lower learning rate or float32 usually cures it."
@@ -163,7 +163,7 @@ class AverageKThreshold:
     def _above_bound(self, values: np.ndarray | Tensor) -> np.ndarray | Tensor:
         """The values above the bound, compared strictly: enough values equal to it are held already."""
         if isinstance(values, np.ndarray):
-            values = values[np.flatnonzero(values >= self._bound)]
+            values = values.compress(values >= self._bound)
         else:
             values = values[values >= self._bound]
         above = values[values > self._bound]
@@ -303,12 +303,12 @@ class SetStatistics:
         self.thresholds = thresholds
         self.train_counts = None if train_counts is None else np.asarray(list(train_counts))
         self.stream = AverageKThreshold(self.ks, num_examples) if thresholds is None else None
-        self._labels: list[Tensor] = []  # each a (b,) tensor on the device of the scores, as all below
-        self._true_scores: list[Tensor] = []
-        self._best_scores: list[Tensor] = []
-        self._ranks: list[Tensor] = []
-        self._sizes: dict[float, list[Tensor]] = {k: [] for k in self.ks}
+        self._num_examples = num_examples
+        self._num_seen = 0
         self._num_labels = 0
+        # one row per image, allocated once: small tensors kept from every batch would scatter over the heap, and the
+        # large ones between them could not be given back
+        self._columns: dict[str, Tensor] = {}
 
     def update(self, scores: Tensor, labels: Tensor) -> None:
         """Take in scores (b, L) and the true classes (b,) of the next b images."""
@@ -318,35 +318,41 @@ class SetStatistics:
         # ties are broken by class id, so that constant scores do not count as correct
         lower = torch.arange(scores.shape[1], device=scores.device) < labels[:, None]  # (b, L)
         ahead = (scores > own) | ((scores == own) & lower)
-        self._labels.append(labels)
-        self._true_scores.append(own[:, 0])
-        self._best_scores.append(scores.amax(1))
-        self._ranks.append(ahead.sum(1))
+        new = {"label": labels, "true": own[:, 0], "best": scores.amax(1), "rank": ahead.sum(1)}
         if self.stream is not None:
             self.stream.update(scores)
         else:
-            for k in self.ks:
-                self._sizes[k].append((scores >= self.thresholds[k]).sum(1))
+            new.update({k_key(k): (scores >= self.thresholds[k]).sum(1) for k in self.ks})
+        first, self._num_seen = self._num_seen, self._num_seen + len(labels)
+        if self._num_seen > self._num_examples:
+            raise ValueError(f"more than the announced num_examples={self._num_examples} images were given.")
+        for name, values in new.items():
+            if name not in self._columns:
+                self._columns[name] = values.new_empty(self._num_examples)
+            self._columns[name][first : self._num_seen] = values
+
+    def _column(self, name: str) -> np.ndarray:
+        return self._columns[name][: self._num_seen].cpu().numpy()
 
     @property
     def labels(self) -> np.ndarray:
         """The true classes (n,) of the images seen."""
-        return _joined(self._labels)
+        return self._column("label")
 
     def set_sizes(self, k: float) -> np.ndarray:
         """The set size (n,) of every image seen; known when the thresholds were given."""
         if self.stream is not None:
             raise ValueError("set sizes per image are known only with given thresholds: evaluate after calibrating.")
-        return _joined(self._sizes[k])
+        return self._column(k_key(k))
 
     def compute(self) -> dict[float, dict[str, float]]:
         """For every K: lambda_val, the accuracies, and the sizes of the sets."""
-        if not self._labels:
+        if not self._num_seen:
             raise ValueError("no images were evaluated; is the dataset empty?")
         thresholds = self.stream.compute() if self.stream is not None else self.thresholds
         calibrated_sizes = self.stream.mean_set_sizes() if self.stream is not None else None
-        labels, true_scores = self.labels, _joined(self._true_scores)
-        best_scores, ranks = _joined(self._best_scores), _joined(self._ranks)
+        labels, true_scores = self.labels, self._column("true")
+        best_scores, ranks = self._column("best"), self._column("rank")
         results = {}
         for k in self.ks:
             lambda_val = thresholds[k]
@@ -391,10 +397,6 @@ def class_means(
             if group.any():
                 means[f"{name}_shot_accuracy"] = float(accuracy[group].mean())
     return means
-
-
-def _joined(parts: list[Tensor]) -> np.ndarray:
-    return torch.cat(parts).cpu().numpy()
 
 
 def stored_threshold(config: Any, k: float | None = None) -> float:

@@ -79,15 +79,16 @@ def choose_candidates(log_probabilities: Tensor, labels: Tensor, num_candidates:
         labels: (B,).
         num_candidates: M.
     """
-    return largest(log_probabilities.scatter_(1, labels[:, None], -torch.inf).view(-1), num_candidates)
+    return largest(log_probabilities.scatter_(1, labels.unsqueeze(1), -torch.inf).view(-1), num_candidates)
 
 
 def largest(values: Tensor, count: int) -> Tensor:
     """Positions of the `count` largest of `values` (N,), in any order; exactly `count` of them, whatever ties."""
-    if count == 0 or values.device.type != "cpu" or torch.compiler.is_compiling():
+    size, depth = len(values), 16
+    if size < 10_000 or count == 0 or values.device.type != "cpu" or torch.compiler.is_compiling():
         return values.topk(count, sorted=False).indices
-    # on a CPU this `topk` takes longer than the cross-entropy, and numpy's selection does not
-    array, size, depth = values.numpy(), len(values), 16
+    # on a CPU this `topk` would take longer than the cross-entropy; numpy's selection does not
+    array = values.numpy()
     if size < 2 * depth * count:
         return torch.from_numpy(np.argpartition(array, size - count)[size - count :])
     # the largest values lie in the groups with the largest maxima, so that few are left to look at
@@ -102,9 +103,10 @@ def largest(values: Tensor, count: int) -> Tensor:
 
 
 class _AvgK(torch.autograd.Function):
-    """Loss and gradient in one place, because autograd through masks would hold eleven (B, L) matrices.
+    """Loss and gradient in one place, because autograd through masks would hold ten (B, L) matrices.
 
-    What is saved for `backward` is not changed by it, so that it may run twice.
+    What is saved for `backward` is not changed by it, so that it may run twice. For small batches the time goes into
+    the number of operations, for large ones into passes over (B, L) matrices and into memory for new ones.
     """
 
     @staticmethod
@@ -112,17 +114,17 @@ class _AvgK(torch.autograd.Function):
         ctx: Any, logits: Tensor, sccp_logits: Tensor, labels: Tensor, num_candidates: int, alpha: float
     ) -> Tensor:
         batch, num_labels = logits.shape
-        index = labels[:, None]  # (B, 1)
+        index = labels.unsqueeze(1)  # (B, 1)
         log_probabilities = sccp_logits.log_softmax(1)  # (B, L)
         own_terms = log_probabilities.gather(1, index)  # (B, 1)
         candidates = choose_candidates(log_probabilities, labels, num_candidates)  # (M,)
-        # softmax minus one-hot, in place: another (B, L) matrix would cost as much as the arithmetic
+        # softmax minus one-hot, in place
         grad_sccp = log_probabilities.exp_().scatter_(1, index, own_terms.expm1())
 
         own = torch.arange(0, logits.numel(), num_labels, device=labels.device) + labels  # (B,), in the flat batch
         positives = torch.cat([own, candidates])  # (B + M,)
         weights = logits.new_full(positives.shape, alpha / max(num_candidates, 1))
-        weights[:batch] = 1 / batch
+        weights[:batch].fill_(1 / batch)
         negative_weight = alpha / max(logits.numel() - len(positives), 1)
 
         flat = logits.reshape(-1)
@@ -130,8 +132,9 @@ class _AvgK(torch.autograd.Function):
         negative_terms = F.softplus(flat).index_fill_(0, positives, 0)  # (B L,), -log(1 - sigma)
         ctx.save_for_backward(flat, grad_sccp, positives, positive_terms.expm1().mul_(weights))
         ctx.negative_weight = negative_weight
-        # `dot` and not `@`, which autocast would round to half precision
-        return negative_terms.sum() * negative_weight - weights.dot(positive_terms) - own_terms.mean()
+        loss = negative_terms.sum().mul_(negative_weight)
+        loss.sub_(weights.dot(positive_terms))  # not `@`, which autocast would round to half precision
+        return loss.sub_(own_terms.sum(), alpha=1 / batch)
 
     @staticmethod
     @once_differentiable

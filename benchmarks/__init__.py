@@ -1,0 +1,1 @@
+"""What the package promises about time and memory, measured: `python -m benchmarks`."""
