@@ -57,6 +57,11 @@ def build_parser() -> argparse.ArgumentParser:
     push.add_argument("repo", metavar="REPO", help="user/name on the Hub; created if it does not exist")
     push.add_argument("--private", action="store_true", help="make a new repository private")
 
+    card = commands.add_parser("card", help="write the model card of a run")
+    card.add_argument("run", metavar="RUN", help="folder of a finished `avgk train`")
+    card.add_argument("--repo", help="name of the model, as users load it (the folder's name)")
+    card.add_argument("--out", help="file to write (RUN/README.md)")
+
     plot = commands.add_parser("plot", help="draw set sizes, accuracy against K and contact sheets of runs")
     plot.add_argument("runs", nargs="+", metavar="RUN", help="folders of finished `avgk train` runs")
     plot.add_argument("--out", default="runs/plots", help="folder for the pictures, PNG and SVG (%(default)s)")
@@ -141,6 +146,15 @@ def run_push(args: argparse.Namespace) -> None:
     print(push_folder(args.run, args.repo, private=args.private or None))
 
 
+def run_card(args: argparse.Namespace) -> None:
+    """`avgk card`."""
+    from .model_card import card_of_run
+
+    out = Path(args.out or Path(args.run) / "README.md")
+    card_of_run(args.run, args.repo).save(out)
+    print(f"written to {out}")
+
+
 def run_plot(args: argparse.Namespace) -> None:
     """`avgk plot`."""
     from .plots import plot_runs
@@ -165,6 +179,7 @@ COMMANDS = {
     "predict": run_predict,
     "plot": run_plot,
     "push": run_push,
+    "card": run_card,
     "glyphs": run_glyphs,
 }
 

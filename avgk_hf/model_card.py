@@ -1,5 +1,6 @@
 """The model card: what the model returns, how to call it, and how well it does."""
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -121,6 +122,23 @@ def render_card(
         dataset=dataset or "not stated",
         hyperparameters=hyperparameters,
     )
+
+
+def card_of_run(folder: str | Path, repo: str | None = None) -> ModelCard:
+    """The card of a finished `avgk train`, from its config.json and results.json.
+
+    Args:
+        folder: The run.
+        repo: Name of the model, as users load it; default: the folder's name.
+    """
+    folder = Path(folder)
+    if not (folder / "results.json").is_file():
+        raise FileNotFoundError(f"{folder} holds no results.json; name the folder of a finished `avgk train`.")
+    results = json.loads((folder / "results.json").read_text())
+    metrics = {split: results[split] for split in ("validation", "test") if split in results}
+    sizes = results.get("set_sizes", {}).get("all")
+    config = AvgKConfig.from_pretrained(folder)
+    return render_card(repo or folder.name, config, metrics, results["hyperparameters"], results["dataset"], sizes)
 
 
 def _eval_results(config: AvgKConfig, metrics: dict[str, float], split: str, dataset: str | None) -> list[EvalResult]:

@@ -23,7 +23,7 @@ from . import __version__, auto  # noqa: F401  (auto makes the Auto classes know
 from .configuration import OBJECTIVES
 from .data import load_splits, prepare
 from .data.transforms import AUGMENTATIONS
-from .model_card import plain_metrics
+from .model_card import hyperparameters, plain_metrics
 from .modeling import AvgKForImageClassification
 from .sets import HEADS, SCORES, SHOTS, k_key
 from .trainer import AvgKTrainer
@@ -202,6 +202,7 @@ def run(
         "objective": model_args.objective,
         "k": model.config.k,
         "seed": args.seed,
+        "hyperparameters": hyperparameters(model.config, args),
         "versions": {"avgk_hf": __version__, **{name: version(name) for name in ("torch", "timm", "transformers")}},
         "validation": plain_metrics(trainer.evaluate(), "eval_"),
     }
