@@ -28,15 +28,15 @@ def masked_avgk(logits: Tensor, sccp_logits: Tensor, labels: Tensor, k: float, a
     is_label = F.one_hot(labels, num_labels).bool()  # (B, L)
     with torch.no_grad():
         ranking = sccp_logits.softmax(1).masked_fill(is_label, -1.0)
-        chosen = ranking.flatten().topk(num_candidates).indices
+        chosen = ranking.flatten().topk(num_candidates, sorted=False).indices
         is_candidate = torch.zeros_like(is_label).flatten().scatter(0, chosen, True).view_as(is_label)
     is_negative = ~(is_label | is_candidate)
     positive_terms, negative_terms = F.logsigmoid(logits), F.logsigmoid(-logits)
     return (
         F.cross_entropy(sccp_logits, labels)
-        - (positive_terms * is_label).sum() / is_label.sum()
-        - alpha * (positive_terms * is_candidate).sum() / is_candidate.sum()
-        - alpha * (negative_terms * is_negative).sum() / is_negative.sum()
+        - (positive_terms * is_label).sum() / batch
+        - alpha * (positive_terms * is_candidate).sum() / num_candidates
+        - alpha * (negative_terms * is_negative).sum() / (logits.numel() - batch - num_candidates)
     )
 
 
