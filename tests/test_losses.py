@@ -9,7 +9,7 @@ import torch.nn.functional as F
 
 from avgk_hf import AvgKOutput
 from avgk_hf.losses import LOSSES
-from avgk_hf.losses.avgk import choose_candidates
+from avgk_hf.losses.avgk import choose_candidates, largest
 
 
 def make(name, k=2, num_labels=6, **hyperparameters):
@@ -322,3 +322,22 @@ def test_avgk_refuses_what_it_cannot_do():
         LOSSES["avgk"](k=2, alpha=-1)
     with pytest.raises(ValueError, match="needs `sccp_logits`"):
         LOSSES["avgk"](k=2)(AvgKOutput(logits=torch.randn(3, 4)), torch.tensor([0, 1, 2]))
+
+
+@pytest.mark.parametrize("values", ["random", "ties", "constant", "ascending", "descending"])
+@pytest.mark.parametrize("size", [9_999, 10_000, 40_007])
+def test_largest_equals_sorting(values, size):
+    """Below 10,000 values, and above it with few and with many to choose, each branch is exact."""
+    data = torch.randn(size, generator=torch.Generator().manual_seed(size))
+    if values == "ties":
+        data = data.round(decimals=1)
+    elif values == "constant":
+        data.fill_(-2.5)
+    elif values in ("ascending", "descending"):
+        data = data.sort(descending=values == "descending").values
+    data[7] = -math.inf  # a label
+    for count in (0, 1, 2, 300, size // 32, size // 3, size - 1):
+        chosen = largest(data.clone(), count)
+        assert len(set(chosen.tolist())) == count
+        assert torch.equal(data[chosen].sort(descending=True).values, data.sort(descending=True).values[:count])
+        assert torch.equal(chosen, largest(data.clone(), count))
