@@ -7,6 +7,7 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
+import timm
 import torch
 from datasets import Dataset
 from huggingface_hub.utils import tqdm
@@ -31,8 +32,16 @@ def load_classifier(name: str) -> PreTrainedModel:
         if folder.is_absolute() or name.startswith(".") or name.count("/") > 1:
             raise FileNotFoundError(f"there is no model folder {name!r}.")
         if "/" not in name:
-            name = f"timm/{name}"
+            name = _timm_repo(name)
     return AutoModelForImageClassification.from_pretrained(name).eval()
+
+
+def _timm_repo(name: str) -> str:
+    """The Hub id of the weights that timm would load for a model name."""
+    cfg = timm.get_pretrained_cfg(name) if timm.is_model(name.split(".")[0]) else None
+    if cfg is None or not cfg.hf_hub_id:
+        raise ValueError(f"{name!r} is neither a folder, a Hub id, nor a timm model with weights on the Hub.")
+    return cfg.hf_hub_id
 
 
 def transform_for(model: PreTrainedModel) -> ImageTransform | ProcessorTransform:

@@ -10,6 +10,7 @@ import json
 import sys
 from dataclasses import asdict, dataclass, field, fields
 from importlib.metadata import version
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -25,6 +26,7 @@ from .data import load_splits, prepare
 from .data.transforms import AUGMENTATIONS
 from .model_card import hyperparameters, plain_metrics
 from .modeling import AvgKForImageClassification
+from .plots import set_size_histogram
 from .sets import HEADS, SCORES, SHOTS, k_key
 from .trainer import AvgKTrainer
 from .training_args import AvgKTrainingArguments
@@ -214,6 +216,9 @@ def run(
     trainer.save_state()
     if trainer.is_world_process_zero():
         folder = Path(args.output_dir)
+        if "set_sizes" in results and find_spec("matplotlib"):
+            sizes = {model_args.objective: results["set_sizes"]["all"]}
+            set_size_histogram(sizes, folder / "set_sizes.png", f"Set sizes on test, K = {k_key(model.config.k)}")
         (folder / "results.json").write_text(json.dumps(results, indent=2, ensure_ascii=False) + "\n")
         trainer.create_model_card()
     return results

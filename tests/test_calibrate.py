@@ -101,6 +101,13 @@ def test_python_twin_and_refusals(classifier, splits):
     assert isinstance(model, (ViTForImageClassification, TimmWrapperForImageClassification))
 
 
+def test_unknown_models_are_refused():
+    with pytest.raises(ValueError, match="'resnet81' is neither a folder, a Hub id, nor a timm model"):
+        load_classifier("resnet81")
+    with pytest.raises(FileNotFoundError, match="there is no model folder"):
+        load_classifier("./nowhere")
+
+
 def test_classes_are_matched_by_name(tmp_path, splits):
     """A folder without images of some class numbers its classes differently."""
     write_images(tmp_path / "test", {"beech": 2, "oak": 3})

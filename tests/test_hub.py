@@ -182,6 +182,9 @@ weights, expected = model.backbone.state_dict(), load_file(sys.argv[1])
 assert weights.keys() == expected.keys() and all(torch.equal(weights[name], expected[name]) for name in weights)
 assert model(torch.zeros(2, 3, 32, 32)).logits.shape == (2, 6)
 assert model.config.architecture == "test_resnet" and "someone" not in str(model.config)
+# a timm name is a classifier too: the weights that timm would load are on the Hub
+from avgk_hf.calibrate import load_classifier
+assert type(load_classifier("test_resnet")).__name__ == "TimmWrapperForImageClassification"
 """
 
 
@@ -191,6 +194,7 @@ def test_a_timm_model_on_the_hub_is_a_backbone(hub, client, tmp_path):
     backbone.reset_classifier(0)
     save_file(backbone.state_dict(), tmp_path / "expected.safetensors")
     client(UPLOAD, tmp_path / "timm", "someone/timm-tiny", "model")
+    client(UPLOAD, tmp_path / "timm", "timm/test_resnet.r160_in1k", "model")
     client(FROM_TIMM, tmp_path / "expected.safetensors")
 
 
@@ -360,6 +364,8 @@ trainer.evaluate(prepare(splits["test"], model.config), metric_key_prefix="test"
 Path(run, "set_sizes.png").write_bytes(b"a picture")
 trainer.push_to_hub()
 assert main(["push", run, "someone/again"]) == 0
+calibrate = ["calibrate", "someone/trees", images, "--k", "3", "--out", run + "-3", "--push", "someone/calibrated"]
+assert main(calibrate) == 0
 print(json.dumps({"thresholds": model.config.thresholds, "files": sorted(p.name for p in Path(run).iterdir())}))
 """
 
@@ -396,6 +402,8 @@ def test_a_trained_model_reaches_strangers(hub, client, image_folder, tmp_path):
         for name, data in files.items():
             assert hub.token.encode() not in data and str(tmp_path).encode() not in data, name
             assert str(image_folder).encode() not in data, name
+    assert set(json.loads(hub.files("someone/calibrated")["config.json"])["thresholds"]) == {"2", "3"}
+    assert "model.safetensors" in hub.files("someone/calibrated")
     card = hub.files("someone/trees")["README.md"].decode()
     for part in ("average-k-image-classification", "model-index", "average-2 accuracy", "split\nvalidation", "trees"):
         assert part in card, part

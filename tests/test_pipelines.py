@@ -86,6 +86,22 @@ def test_set_pipeline(saved, images):
     assert len({len(found) for found in expected[2.5]}) > 1  # 10 classes for 4 images: not all sets are alike
 
 
+def test_set_pipeline_follows_the_head_that_was_chosen(saved, images, tmp_path):
+    model = AvgKForImageClassification.from_pretrained(saved[0])
+    model.config.head = "auto"
+    model.config.set_calibration({2: 0.2, 2.5: 0.15, 3: 0.1}, {}, heads={2: "sccp", 2.5: "mean", 3: "ml"})
+    model.save_pretrained(tmp_path)
+    transform = ImageTransform(model.config)
+    pixels = torch.stack([transform.image(path) for path in images])
+    classify = pipeline(TASK, model=str(tmp_path))
+    answers = {}
+    for k in (2, 2.5, 3):
+        expected = [[CLASSES[j] for j in found] for found in model.predict_sets(pixels, k=k, min_size=1)]
+        answers[k] = classify(images, k=k)
+        assert names(answers[k]) == expected
+    assert len({answer[0][0]["score"] for answer in answers.values()}) == 3  # three heads, three scores
+
+
 def test_set_pipeline_on_a_dataset(saved, splits):
     folder = saved[0]
     classify = pipeline(TASK, model=str(folder), k=2.5)
