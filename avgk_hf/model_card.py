@@ -148,7 +148,7 @@ def _eval_results(config: AvgKConfig, metrics: dict[str, float], split: str, dat
         suffix = f"@{k}" if f"mean_set_size@{k}" in metrics else ""
         wanted += [
             ("average_k_accuracy", suffix, f"average-{k} accuracy"),
-            ("mean_set_size", suffix, f"mean size, K={k}"),
+            ("mean_set_size", suffix, f"mean set size for K = {k}"),
         ]
     wanted.append(("top1_accuracy", "", "top-1 accuracy"))
     return [

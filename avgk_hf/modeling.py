@@ -94,7 +94,7 @@ class AvgKForImageClassification(PreTrainedModel):
         width = _feature_width(self.backbone)
         self.ml_head = nn.Linear(width, config.num_labels)
         self.sccp_head = nn.Linear(width, config.num_labels) if config.sccp_head else None
-        self._tied_weights_keys = _shared_names(self)
+        self._tied_weights_keys = _shared_names(self) or None  # peft takes a dict, even empty, for word embeddings
         self.post_init()
 
     @classmethod
@@ -183,7 +183,7 @@ class AvgKForImageClassification(PreTrainedModel):
 
     def get_expanded_tied_weights_keys(self, all_submodels: bool = False) -> dict[str, str]:
         """As in the base class, which would ask a setting for word embeddings first."""
-        return dict(self._tied_weights_keys)
+        return dict(self._tied_weights_keys or {})
 
     def _fresh_backbone(self) -> nn.Module:
         if getattr(self, "_fresh", None) is None:
