@@ -22,6 +22,7 @@ CUSTOM_PIPELINES = {
     }
 }
 OBJECTIVES = ("ce", "avgk", "an", "epr", "role", "topk")
+SCOPES = ("global", "local")
 
 
 @strict
@@ -39,6 +40,8 @@ class AvgKConfig(PreTrainedConfig):
         epsilon: Standard deviation of the noise in the top-K loss.
         role_lambda: Weight of the regulariser in the ROLE loss.
         theta_lr: Learning rate of ROLE's label estimates relative to that of the model.
+        candidate_scope: Whether AVG-K chooses its candidates from the batch of all processes (`"global"`) or each
+            process by itself (`"local"`).
         score: What is thresholded: `"softmax"`, `"sigmoid"` or `"logit"`.
         head: Which head answers: `"ml"`, `"sccp"`, `"mean"` of both heads' scores, or `"auto"`, for each K the one
             with the highest validation accuracy.
@@ -68,6 +71,7 @@ class AvgKConfig(PreTrainedConfig):
     epsilon: float | int = 1.0
     role_lambda: float | int = 0.0
     theta_lr: float | int = 1.0
+    candidate_scope: str = "global"
     score: str = "softmax"
     head: str = "ml"
     sccp_head: bool = True
@@ -83,7 +87,8 @@ class AvgKConfig(PreTrainedConfig):
             for name in ("auto_map", "custom_pipelines"):  # to_diff_dict writes both, so a config reads back equal
                 kwargs.pop(name, None)
         super().__post_init__(**kwargs)
-        for name, allowed in (("objective", OBJECTIVES), ("score", tuple(SCORES)), ("head", (*HEADS, "auto"))):
+        choices = {"objective": OBJECTIVES, "candidate_scope": SCOPES, "score": SCORES, "head": (*HEADS, "auto")}
+        for name, allowed in choices.items():
             if getattr(self, name) not in allowed:
                 raise ValueError(f"config.{name}={getattr(self, name)!r} is unknown; choose one of {list(allowed)}.")
         for name in ("alpha", "beta", "epsilon", "role_lambda", "theta_lr"):

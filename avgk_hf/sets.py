@@ -148,6 +148,50 @@ class AverageKThreshold:
             self._held = np.empty(size, np.float32) if isinstance(values, np.ndarray) else flat.new_empty(size)
         self._take(values)
 
+    def survivors(self, device: torch.device | str = "cpu") -> Tensor:
+        """The scores (h,) that the thresholds can still need: what another process has to `merge`."""
+        if self._held is None:
+            return torch.empty(0, device=device)
+        return torch.as_tensor(self._held[: self._num_held]).to(device)
+
+    def facts(self) -> tuple[int, int, float, int]:
+        """What `merge` needs besides the survivors: images seen, classes, bound, and ties dropped at the bound."""
+        return self.num_seen, self.num_labels or 0, self._bound, self._num_ties
+
+    def merge(self, survivors: Tensor, num_seen: float, num_labels: float, bound: float, num_ties: float) -> None:
+        """Take in what another stream, for the same `ks` and `num_examples`, made of its share of the images.
+
+        Args:
+            survivors: What `survivors()` of the other gives, (h,).
+            num_seen: What `facts()` of the other gives, as the following.
+            num_labels: Number of classes.
+            bound: The other's bound: all its scores above are among the survivors.
+            num_ties: How many equal to it are not.
+
+        Example:
+            >>> scores = torch.rand(100, 10, generator=torch.Generator().manual_seed(0))
+            >>> total, parts = AverageKThreshold([2], 100), [AverageKThreshold([2], 100) for _ in range(2)]
+            >>> for part, share in zip(parts, scores.split(70)):
+            ...     part.update(share)
+            ...     total.merge(part.survivors(), *part.facts())
+            >>> total.compute()[2] == average_k_threshold(scores, 2)
+            True
+        """
+        if not num_seen:
+            return
+        self.num_seen += int(num_seen)
+        self.num_labels = int(num_labels)
+        values = survivors.numpy() if survivors.device.type == "cpu" else survivors
+        if self._held is None:
+            size = min(2 * self._num_needed, self.num_examples * self.num_labels)
+            self._held = np.empty(size, np.float32) if isinstance(values, np.ndarray) else survivors.new_empty(size)
+        self._take(values)
+        # as many scores as any K can need are at least as large as either bound, so the larger one holds for both
+        if bound > self._bound:
+            self._bound, self._num_ties = bound, 0
+        if bound == self._bound and bound > -math.inf:
+            self._num_ties += int(num_ties)
+
     def _take(self, values: np.ndarray | Tensor) -> None:
         if self._bound > -math.inf:
             values = self._above_bound(values)
@@ -303,17 +347,23 @@ class SetStatistics:
         self.thresholds = thresholds
         self.train_counts = None if train_counts is None else np.asarray(list(train_counts))
         self.stream = AverageKThreshold(self.ks, num_examples) if thresholds is None else None
-        self._num_examples = num_examples
-        self._num_seen = 0
-        self._num_labels = 0
+        self.num_examples = num_examples
+        self.num_seen = 0
+        self.num_labels = 0
         # one row per image, allocated once: small tensors kept from every batch would scatter over the heap, and the
         # large ones between them could not be given back
         self._columns: dict[str, Tensor] = {}
 
-    def update(self, scores: Tensor, labels: Tensor) -> None:
-        """Take in scores (b, L) and the true classes (b,) of the next b images."""
+    def update(self, scores: Tensor, labels: Tensor, first: int | None = None) -> None:
+        """Take in scores (b, L) and the true classes (b,) of b images.
+
+        Args:
+            scores: One row per image.
+            labels: True classes.
+            first: Position of the first of these images among the n; default: they follow those seen before.
+        """
         scores, labels = scores.detach().float(), labels.detach()
-        self._num_labels = scores.shape[-1]
+        self.num_labels = scores.shape[-1]
         own = scores.gather(1, labels[:, None])  # (b, 1)
         # ties are broken by class id, so that constant scores do not count as correct
         lower = torch.arange(scores.shape[1], device=scores.device) < labels[:, None]  # (b, L)
@@ -323,16 +373,26 @@ class SetStatistics:
             self.stream.update(scores)
         else:
             new.update({k_key(k): (scores >= self.thresholds[k]).sum(1) for k in self.ks})
-        first, self._num_seen = self._num_seen, self._num_seen + len(labels)
-        if self._num_seen > self._num_examples:
-            raise ValueError(f"more than the announced num_examples={self._num_examples} images were given.")
-        for name, values in new.items():
-            if name not in self._columns:
-                self._columns[name] = values.new_empty(self._num_examples)
-            self._columns[name][first : self._num_seen] = values
+        first = self.num_seen if first is None else first
+        self.num_seen += len(labels)
+        if self.num_seen > self.num_examples or first + len(labels) > self.num_examples:
+            raise ValueError(f"more than the announced num_examples={self.num_examples} images were given.")
+        for name, column in self.columns(scores.device).items():
+            column[first : first + len(labels)] = new[name]
+
+    def columns(self, device: torch.device | str = "cpu") -> dict[str, Tensor]:
+        """What is kept of every image, (n,) each; 0 for images that were not seen."""
+        if not self._columns:
+            types = {"label": torch.int64, "true": torch.float32, "best": torch.float32, "rank": torch.int64}
+            if self.stream is None:
+                types |= {k_key(k): torch.int64 for k in self.ks}  # set sizes
+            self._columns = {
+                name: torch.zeros(self.num_examples, dtype=dtype, device=device) for name, dtype in types.items()
+            }
+        return self._columns
 
     def _column(self, name: str) -> np.ndarray:
-        return self._columns[name][: self._num_seen].cpu().numpy()
+        return self._columns[name][: self.num_seen].cpu().numpy()
 
     @property
     def labels(self) -> np.ndarray:
@@ -347,7 +407,7 @@ class SetStatistics:
 
     def compute(self) -> dict[float, dict[str, float]]:
         """For every K: lambda_val, the accuracies, and the sizes of the sets."""
-        if not self._num_seen:
+        if not self.num_seen:
             raise ValueError("no images were evaluated; is the dataset empty?")
         thresholds = self.stream.compute() if self.stream is not None else self.thresholds
         calibrated_sizes = self.stream.mean_set_sizes() if self.stream is not None else None
@@ -365,7 +425,7 @@ class SetStatistics:
                 "empty_sets": float((best_scores < np.float32(lambda_val)).mean()),
                 "top1_accuracy": float((ranks < 1).mean()),
                 "topk_accuracy": float((ranks < int(k)).mean()),  # fractional K: a top-K set may not exceed K
-                **class_means(correct, labels, self._num_labels, self.train_counts),
+                **class_means(correct, labels, self.num_labels, self.train_counts),
             }
         return results
 

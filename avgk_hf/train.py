@@ -21,7 +21,7 @@ from datasets import DatasetDict
 from transformers import EarlyStoppingCallback, HfArgumentParser, set_seed
 
 from . import __version__, auto  # noqa: F401  (auto makes the Auto classes know the model)
-from .configuration import OBJECTIVES
+from .configuration import OBJECTIVES, SCOPES
 from .data import load_splits, prepare
 from .data.transforms import AUGMENTATIONS
 from .model_card import hyperparameters, plain_metrics
@@ -55,6 +55,9 @@ class ModelArguments:
     epsilon: float = field(default=1.0, metadata={"help": "Standard deviation of the noise in the top-K loss."})
     role_lambda: float = field(default=0.0, metadata={"help": "Weight of the regulariser in the ROLE loss."})
     theta_lr: float = field(default=1.0, metadata={"help": "Learning rate of ROLE's label estimates, as a factor."})
+    candidate_scope: str = field(
+        default="global", metadata={"help": "Whose batch AVG-K chooses candidates from.", "choices": list(SCOPES)}
+    )
     score: str = field(default="softmax", metadata={"help": "What is thresholded.", "choices": list(SCORES)})
     head: str = field(default="ml", metadata={"help": "Which head answers.", "choices": [*HEADS, "auto"]})
 
@@ -76,7 +79,7 @@ class DataArguments:
     )
 
 
-HYPERPARAMETERS = ("alpha", "beta", "epsilon", "role_lambda", "theta_lr", "score", "head")
+HYPERPARAMETERS = ("alpha", "beta", "epsilon", "role_lambda", "theta_lr", "candidate_scope", "score", "head")
 Arguments = tuple[ModelArguments, DataArguments, AvgKTrainingArguments]
 
 
@@ -170,13 +173,14 @@ def run(
         What is written to results.json: the metrics of each split, and the set sizes on test.
     """
     if splits is None:
-        splits = load_splits(
-            data_args.dataset,
-            data_args.dataset_config,
-            data_args.image_column,
-            data_args.label_column,
-            seed=data_args.glyphs_seed,
-        )
+        with args.main_process_first(desc="load the data"):  # the others find it in the cache
+            splits = load_splits(
+                data_args.dataset,
+                data_args.dataset_config,
+                data_args.image_column,
+                data_args.label_column,
+                seed=data_args.glyphs_seed,
+            )
     for option in ("train_split", "validation_split"):
         if getattr(data_args, option) not in splits:
             raise ValueError(
@@ -277,6 +281,8 @@ def main(arguments: list[str] | None = None) -> None:
         print(describe_fields())
         return
     model_args, data_args, args = parse_recipe(arguments)
+    if args.world_size > 1 and args.process_index == 0:
+        print(f"{args.world_size} processes train together, {args.train_batch_size} images each per step")
     results = run(model_args, data_args, args)
     if args.process_index == 0:
         print(summary(results, args.output_dir))

@@ -10,7 +10,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, Dataset
-from transformers import EvalPrediction, PreTrainedModel, Trainer
+from transformers import PreTrainedModel, Trainer
 from transformers.trainer import TRAINING_ARGS_NAME
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR, EvalLoopOutput, HubStrategy, has_length
 from transformers.utils import logging
@@ -20,6 +20,7 @@ from .data import class_counts
 from .hub import push_folder
 from .losses import OnlineLabelLoss, make_loss
 from .model_card import CardCallback, hyperparameters, render_card
+from .processes import broadcast, gather_list, merge_statistics, rank, sum_over_processes, world_size
 from .sets import HEADS, SetStatistics, check_k, head_scores, k_key, predict_sets, ranked_sets
 from .training_args import AvgKTrainingArguments
 
@@ -87,10 +88,10 @@ class AvgKTrainer(Trainer):
             args=args,
             train_dataset=train_dataset,
             eval_dataset=eval_dataset,
-            compute_metrics=self._update_statistics,
             **kwargs,
         )
         self.objective.to(self.args.device)
+        broadcast(list(self.objective.state_dict().values()))
         self.add_callback(self.card)
 
     @property
@@ -175,16 +176,32 @@ class AvgKTrainer(Trainer):
         self._statistics = {
             head: SetStatistics(ks, num_examples, given, config.train_counts) for head, given in thresholds.items()
         }
-        self._sets: list[list[int]] | None = [] if description == "Prediction" else None
-        self._loss_sum = 0.0
-        # under its own name, "Prediction" would make the stock loop collect all logits
-        output = super().evaluation_loop(dataloader, "Evaluation", False, ignore_keys, metric_key_prefix)
-        if f"{metric_key_prefix}_loss" in output.metrics:
-            output.metrics[f"{metric_key_prefix}_loss"] = float(self._loss_sum) / num_examples
+        self._sets: list[tuple[int, list[list[int]]]] | None = [] if description == "Prediction" else None
+        self._next = rank() * self.args.eval_batch_size  # position of the next image in the dataset
+        self._loss_sum, self._labelled = 0.0, True
+        broadcast(list(self.model.buffers()))  # BatchNorm statistics differ between processes
+        output = super().evaluation_loop(dataloader, description, False, ignore_keys, metric_key_prefix)
+        self._merge()
+        metrics = {}
+        if self._labelled:
+            metrics = {"loss": self._loss_sum / num_examples, **self._metrics()}
+        output.metrics.update({f"{metric_key_prefix}_{name}": value for name, value in metrics.items()})
         if self._sets is not None:
-            labelled = f"{metric_key_prefix}_loss" in output.metrics
-            output = output._replace(predictions=self._sets, label_ids=self.statistics().labels if labelled else None)
+            sets = [of_image for _, batch in sorted(gather_list(self._sets)) for of_image in batch]
+            output = output._replace(predictions=sets, label_ids=self.statistics().labels if self._labelled else None)
         return output
+
+    def _get_dataloader(self, dataset: Dataset, *args: Any, is_training: bool = False, **kwargs: Any) -> DataLoader:
+        """As in `Trainer`; evaluation sees every image once, where training fills up and may drop batches."""
+        if is_training:
+            return super()._get_dataloader(dataset, *args, is_training=True, **kwargs)
+        config, drop_last = self.accelerator.dataloader_config, self.args.dataloader_drop_last
+        kept = config.even_batches, config.split_batches
+        try:
+            config.even_batches = config.split_batches = self.args.dataloader_drop_last = False
+            return super()._get_dataloader(dataset, *args, is_training=False, **kwargs)
+        finally:
+            (config.even_batches, config.split_batches), self.args.dataloader_drop_last = kept, drop_last
 
     def prediction_step(
         self,
@@ -192,30 +209,38 @@ class AvgKTrainer(Trainer):
         inputs: dict[str, Any],
         prediction_loss_only: bool,
         ignore_keys: list[str] | None = None,
-    ) -> tuple[Tensor | None, Any, Tensor | None]:
-        """As in `Trainer`; images without label get -1, so that their sets are collected all the same."""
-        loss, logits, labels = super().prediction_step(model, inputs, prediction_loss_only, ignore_keys)
-        if labels is None:
-            first = logits[0] if isinstance(logits, tuple) else logits
-            labels = torch.full((len(first),), -1, device=first.device)
-        return loss, logits, labels
-
-    def _update_statistics(self, prediction: EvalPrediction, compute_result: bool = False) -> dict[str, float] | None:
-        """Take in one batch of logits; with the last one, return the metrics and store new thresholds."""
-        logits, labels = prediction.predictions, prediction.label_ids
+    ) -> tuple[None, None, None]:
+        """Take in one batch, and leave nothing for the stock loop to gather from other processes and keep."""
+        loss, logits, labels = super().prediction_step(model, inputs, False, ignore_keys)
         logits, sccp_logits = logits if isinstance(logits, (tuple, list)) else (logits, None)
+        # batch i of process r is batch i W + r of the dataset
+        first, stride = self._next, world_size() * self.args.eval_batch_size
+        self._next += stride if world_size() > 1 else len(logits)
         config: AvgKConfig = self.model.config
         scores = {head: head_scores(logits, sccp_logits, head, config.score) for head in self._statistics}
         if self._sets is not None:
             answer = scores[config.head_for()]
-            self._sets += ranked_sets(answer, predict_sets(answer, config.threshold()))
-        if prediction.losses is None:
-            return {}
+            self._sets.append((first, ranked_sets(answer, predict_sets(answer, config.threshold()))))
+        if labels is None:
+            self._labelled = False
+            return None, None, None
         for head, statistics in self._statistics.items():
-            statistics.update(scores[head], labels)
-        self._loss_sum += prediction.losses.mean() * len(labels)
-        if not compute_result:
-            return None
+            statistics.update(scores[head], labels, first)
+        self._loss_sum += loss.double() * len(labels)
+        return None, None, None
+
+    def _merge(self) -> None:
+        """Exchange what the processes collected, so that each has the whole."""
+        device = self.args.device
+        self._loss_sum = sum_over_processes(float(self._loss_sum), device)
+        self._labelled = sum_over_processes(float(not self._labelled), device) == 0
+        if self._labelled:
+            for statistics in self._statistics.values():
+                merge_statistics(statistics, device)
+
+    def _metrics(self) -> dict[str, float]:
+        """The metrics of the evaluation; new thresholds are stored."""
+        config: AvgKConfig = self.model.config
         results = {head: statistics.compute() for head, statistics in self._statistics.items()}
         if self._calibrating:
             self._store_calibration(results)

@@ -1,7 +1,9 @@
 """`AvgKTrainingArguments`: transformers' training arguments, and the sizes to calibrate for."""
 
+import os
 from dataclasses import dataclass, field
 
+import torch
 from transformers import TrainingArguments
 
 
@@ -35,9 +37,9 @@ class AvgKTrainingArguments(TrainingArguments):
     remove_unused_columns: bool = field(
         default=False, metadata={"help": "Leave this off: images are made from columns the model does not know."}
     )
-    batch_eval_metrics: bool = field(
-        default=True, metadata={"help": "Leave this on: evaluation then needs memory for K n scores, not for n L."}
-    )
-    include_for_metrics: list[str] = field(
-        default_factory=lambda: ["loss"], metadata={"help": "Leave as it is: the evaluation loss is averaged from it."}
-    )
+
+    def __post_init__(self) -> None:
+        """As in the base class; several processes without an accelerator train together, not each for itself."""
+        if int(os.environ.get("WORLD_SIZE", "1")) > 1 and not torch.accelerator.is_available():
+            self.use_cpu = True
+        super().__post_init__()

@@ -9,7 +9,7 @@ ROOT = Path(__file__).parent.parent
 PACKAGE = ROOT / "avgk_hf"
 LAYERS = [
     {"sets", "data", "hub"},
-    {"configuration", "metrics"},
+    {"configuration", "metrics", "processes"},
     {"modeling", "losses", "pipeline"},
     {"auto", "training_args", "model_card"},
     {"trainer"},

@@ -13,7 +13,7 @@ from avgk_hf import AvgKForImageClassification, load_splits, prepare
 from avgk_hf.train import describe_fields, main, parse_recipe
 
 ROOT = Path(__file__).parent.parent
-RECIPES = sorted((ROOT / "recipes").glob("*/*.yaml"))
+RECIPES = sorted((ROOT / "recipes" / "glyphs").glob("*.yaml"))
 
 
 def test_the_whole_way(recipe, image_folder, tmp_path):

@@ -8,6 +8,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
+from ..processes import gather, rank, world_size
 from .labels import check_labels, widen
 
 
@@ -23,11 +24,19 @@ class AvgKLoss(nn.Module):
 
     where the candidates C are the M = round((K - 1) B) largest entries of softmax(Z') over the *whole batch*, the true
     labels left out, and N = B L - B - M the remaining entries. No gradient flows through the choice. An empty group
-    contributes 0. Computed in float32 at least, whatever the precision of the logits.
+    contributes 0. Computed in float32 at least, whatever the precision of the logits. Ties at the cut go to the first
+    image and the first class.
+
+    With W processes the batch is that of all of them, W B images: the candidates, and the gradient once it is averaged
+    over the processes, are those of one process with W B images. Each process sends its min(M, B (L - 1)) best scores
+    and nothing else. All processes need batches of one size, which accelerate sees to. Gradient accumulation does not
+    enlarge the batch of the choice: every step of it chooses among its own images.
 
     Args:
         k: Average number of positives per image, the label included; in [1, L), fractions allowed.
         alpha: Weight of candidates and negatives relative to the labels.
+        candidate_scope: `"global"` to choose the candidates from the batch of all processes, `"local"` for each
+            process by itself, without communication. Without gradient (evaluation) the choice is always local.
 
     Reference:
         Garcin et al., "A two-head loss function for deep Average-K classification", section 5.
@@ -49,14 +58,17 @@ class AvgKLoss(nn.Module):
         3.4116
     """
 
-    def __init__(self, k: float, alpha: float = 1.0) -> None:
+    def __init__(self, k: float, alpha: float = 1.0, candidate_scope: str = "global") -> None:
         super().__init__()
         if not k >= 1:
             raise ValueError(f"k={k!r} must be at least 1: the label itself is in every set.")
         if not alpha >= 0:
             raise ValueError(f"alpha={alpha!r} must be at least 0, e.g. 1.0.")
+        if candidate_scope not in ("global", "local"):
+            raise ValueError(f"candidate_scope={candidate_scope!r} is unknown; choose 'global' or 'local'.")
         self.k = k
         self.alpha = alpha
+        self.candidate_scope = candidate_scope
 
     def forward(self, outputs: Any, labels: Tensor, index: Tensor | None = None) -> Tensor:
         """Return the scalar loss."""
@@ -66,12 +78,16 @@ class AvgKLoss(nn.Module):
         batch, num_labels = outputs.logits.shape
         if self.k >= num_labels:
             raise ValueError(f"k={self.k} must lie in [1, {num_labels}) for {num_labels} classes.")
-        num_candidates = round((self.k - 1) * batch)
-        return _AvgK.apply(widen(outputs.logits), widen(outputs.sccp_logits), labels, num_candidates, self.alpha)
+        # evaluation gives processes different numbers of batches, so that they cannot wait for each other there
+        world = world_size() if self.candidate_scope == "global" and torch.is_grad_enabled() else 1
+        num_candidates = round((self.k - 1) * world * batch)
+        return _AvgK.apply(
+            widen(outputs.logits), widen(outputs.sccp_logits), labels, num_candidates, self.alpha, world
+        )
 
 
 def choose_candidates(log_probabilities: Tensor, labels: Tensor, num_candidates: int) -> Tensor:
-    """Positions (M,) in the flattened batch of the M largest entries that are not true labels.
+    """Positions (M,) in the flattened batch of the M largest entries that are not true labels, or of all if fewer.
 
     Args:
         log_probabilities: log softmax of the SCCP head, (B, L). The logarithm keeps apart what underflows to 0. The
@@ -79,27 +95,53 @@ def choose_candidates(log_probabilities: Tensor, labels: Tensor, num_candidates:
         labels: (B,).
         num_candidates: M.
     """
-    return largest(log_probabilities.scatter_(1, labels.unsqueeze(1), -torch.inf).view(-1), num_candidates)
+    values = log_probabilities.scatter_(1, labels.unsqueeze(1), -torch.inf).view(-1)
+    return largest(values, min(num_candidates, len(values) - len(labels)))
+
+
+def choose_among_all(values: Tensor, num_candidates: int) -> Tensor:
+    """Which of this process's best scores (m,) are among the M largest of all processes, (m,) bool.
+
+    Args:
+        values: The scores of this process's own candidates, in the order of their positions.
+        num_candidates: M.
+    """
+    everyone = gather(values)  # (W, m)
+    chosen = torch.zeros(everyone.numel(), dtype=torch.bool, device=values.device)
+    chosen[largest(everyone.view(-1), num_candidates)] = True
+    return chosen.view_as(everyone)[rank()]
 
 
 def largest(values: Tensor, count: int) -> Tensor:
-    """Positions of the `count` largest of `values` (N,), in any order; exactly `count` of them, whatever ties."""
-    size, depth = len(values), 16
-    if size < 10_000 or count == 0 or values.device.type != "cpu" or torch.compiler.is_compiling():
-        return values.topk(count, sorted=False).indices
-    # on a CPU this `topk` would take longer than the cross-entropy; numpy's selection does not
+    """Positions of the `count` largest of `values` (N,), in any order; of equal values those that come first."""
+    if values.device.type != "cpu" or torch.compiler.is_compiling() or count == 0:
+        return values.sort(descending=True, stable=True).indices[:count]
+    # on a CPU torch's selection would take longer than the cross-entropy; numpy's does not
     array = values.numpy()
-    if size < 2 * depth * count:
-        return torch.from_numpy(np.argpartition(array, size - count)[size - count :])
+    positions = _any_largest(array, count)
+    found = array[positions]
+    bound = found.min()
+    num_tied = np.count_nonzero(found == bound)
+    tied = np.flatnonzero(array == bound)
+    if len(tied) > num_tied:
+        positions = np.append(positions[found > bound], tied[:num_tied])
+    return torch.from_numpy(positions)
+
+
+def _any_largest(array: np.ndarray, count: int) -> np.ndarray:
+    """Positions of the `count` largest, with any of those that tie at the cut."""
+    size, depth = len(array), 16
+    if size < 10_000 or size < 2 * depth * count:
+        return np.argpartition(array, size - count)[size - count :]
     # the largest values lie in the groups with the largest maxima, so that few are left to look at
     groups = size // depth
-    maxima = values[: depth * groups].view(depth, groups).amax(0).numpy()
+    maxima = array[: depth * groups].reshape(depth, groups).max(0)
     bound = np.partition(maxima, groups - count)[groups - count]
     best = np.flatnonzero(~(maxima < bound))  # not `>=`: NaN has to come through and show in the loss
     members = np.arange(0, depth * groups, groups)[:, None] + best  # (depth, >= count)
     positions = np.append(members, np.arange(depth * groups, size))  # with the last few, which are in no group
     kept = np.argpartition(array[positions], len(positions) - count)[len(positions) - count :]
-    return torch.from_numpy(positions[kept])
+    return positions[kept]
 
 
 class _AvgK(torch.autograd.Function):
@@ -111,26 +153,38 @@ class _AvgK(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, logits: Tensor, sccp_logits: Tensor, labels: Tensor, num_candidates: int, alpha: float
+        ctx: Any, logits: Tensor, sccp_logits: Tensor, labels: Tensor, num_candidates: int, alpha: float, world: int
     ) -> Tensor:
         batch, num_labels = logits.shape
         index = labels.unsqueeze(1)  # (B, 1)
         log_probabilities = sccp_logits.log_softmax(1)  # (B, L)
         own_terms = log_probabilities.gather(1, index)  # (B, 1)
         candidates = choose_candidates(log_probabilities, labels, num_candidates)  # (M,)
+        chosen = None
+        if world > 1:
+            candidates = candidates.sort().values
+            chosen = choose_among_all(log_probabilities.view(-1)[candidates], num_candidates)  # (M,) bool
         # softmax minus one-hot, in place
         grad_sccp = log_probabilities.exp_().scatter_(1, index, own_terms.expm1())
 
         own = torch.arange(0, logits.numel(), num_labels, device=labels.device) + labels  # (B,), in the flat batch
-        positives = torch.cat([own, candidates])  # (B + M,)
-        weights = logits.new_full(positives.shape, alpha / max(num_candidates, 1))
+        weights = logits.new_full((batch + len(candidates),), world * alpha / max(num_candidates, 1))
         weights[:batch].fill_(1 / batch)
-        negative_weight = alpha / max(logits.numel() - len(positives), 1)
+        if chosen is not None:
+            # what other processes outbid stands for the first label, without weight: shapes that depended on the
+            # choice would make an accelerator wait
+            candidates = candidates.where(chosen, own[0])
+            weights[batch:] *= chosen
+        positives = torch.cat([own, candidates])  # (B + M,)
+        negative_weight = world * alpha / max(world * (logits.numel() - batch) - num_candidates, 1)
 
         flat = logits.reshape(-1)
         positive_terms = F.logsigmoid(flat.index_select(0, positives))  # (B + M,)
         negative_terms = F.softplus(flat).index_fill_(0, positives, 0)  # (B L,), -log(1 - sigma)
-        ctx.save_for_backward(flat, grad_sccp, positives, positive_terms.expm1().mul_(weights))
+        grad_positives = positive_terms.expm1().mul_(weights)
+        if chosen is not None:
+            grad_positives[batch:] = grad_positives[batch:].where(chosen, grad_positives[0])
+        ctx.save_for_backward(flat, grad_sccp, positives, grad_positives)
         ctx.negative_weight = negative_weight
         loss = negative_terms.sum().mul_(negative_weight)
         loss.sub_(weights.dot(positive_terms))  # not `@`, which autocast would round to half precision
@@ -142,4 +196,4 @@ class _AvgK(torch.autograd.Function):
         flat, grad_sccp, positives, grad_positives = ctx.saved_tensors
         grad = flat.sigmoid().mul_(grad_output * ctx.negative_weight)
         grad.index_copy_(0, positives, grad_positives * grad_output)  # rather than corrected: nothing cancels
-        return grad.view_as(grad_sccp), grad_sccp * (grad_output / len(grad_sccp)), None, None, None
+        return grad.view_as(grad_sccp), grad_sccp * (grad_output / len(grad_sccp)), None, None, None, None

@@ -2,9 +2,11 @@
 
 from typing import Any
 
+import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from ..processes import mean_over_processes
 from .labels import check_labels, widen
 
 
@@ -14,6 +16,8 @@ class ExpectedPositiveLoss(nn.Module):
     .. math::
         \ell = -\frac{1}{B} \sum_i \log \sigma(z_{i y_i}) + \beta (\hat{K} - K)^2, \qquad
         \hat{K} = \frac{1}{B} \sum_{ij} \sigma(z_{ij})
+
+    With several processes, K_hat is the mean over the images of all of them.
 
     Args:
         k: Average set size.
@@ -34,7 +38,6 @@ class ExpectedPositiveLoss(nn.Module):
         - `OnlineLabelLoss` (ROLE) adds estimates of the unobserved labels.
 
     Example:
-        >>> import torch
         >>> from avgk_hf.modeling import AvgKOutput
         >>> outputs = AvgKOutput(logits=torch.zeros(4, 10))  # K_hat = 5
         >>> round(ExpectedPositiveLoss(k=2, beta=0.1)(outputs, torch.tensor([0, 3, 3, 9])).item(), 4)  # log 2 + 0.9
@@ -58,4 +61,6 @@ class ExpectedPositiveLoss(nn.Module):
 def expected_positive_loss(logits: Tensor, labels: Tensor, k: float, beta: float) -> Tensor:
     """The formula above for logits (B, L), which ROLE applies to predictions and to estimates."""
     expected = logits.sigmoid().sum() / len(labels)
+    if torch.is_grad_enabled():  # evaluation gives processes different numbers of batches
+        expected = mean_over_processes(expected)
     return F.softplus(-logits.gather(1, labels[:, None])).mean() + beta * (expected - k) ** 2

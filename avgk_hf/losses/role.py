@@ -7,6 +7,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from ..processes import gather, world_size
 from .epr import expected_positive_loss
 from .labels import check_labels, widen
 
@@ -26,7 +27,8 @@ class OnlineLabelLoss(nn.Module):
     where no gradient flows into what stands behind the bar, and EPR_lambda is `ExpectedPositiveLoss` with that beta.
     Theta has a row for every training image, found by the image's `index`. It is a parameter of this module: the
     trainer puts it into the optimizer with its own learning rate and into checkpoints, and it is no part of the saved
-    model. Without `index` (evaluation) the estimates are unknown, and the loss is EPR_lambda(Z).
+    model. Without `index` (evaluation) the estimates are unknown, and the loss is EPR_lambda(Z). Of several processes
+    each holds all of Theta and applies the gradients of all images, so that the copies stay equal.
 
     Args:
         k: Average set size.
@@ -82,7 +84,7 @@ class OnlineLabelLoss(nn.Module):
                 " from 0 in the column `index`."
             )
         self._observe(labels, index)
-        theta = self.theta[index].to(logits.dtype)  # (B, L)
+        theta = _Rows.apply(self.theta, index).to(logits.dtype)  # (B, L)
         return (self._side(logits, theta, labels) + self._side(theta, logits, labels)) / 2
 
     def _side(self, logits: Tensor, targets: Tensor, labels: Tensor) -> Tensor:
@@ -92,6 +94,7 @@ class OnlineLabelLoss(nn.Module):
     @torch.no_grad()
     def _observe(self, labels: Tensor, index: Tensor) -> None:
         """Set the estimate of an image's label to 0.995 when the image is seen for the first time."""
+        labels, index = gather(labels).view(-1), gather(index).view(-1)  # of all processes
         own = self.theta[index, labels]
         self.theta[index, labels] = torch.where(self.seen[index], own, torch.full_like(own, OBSERVED))
         self.seen[index] = True
@@ -104,3 +107,19 @@ class OnlineLabelLoss(nn.Module):
         54000000
         """
         return num_examples * num_labels * 4 * (2 + optimizer_states)
+
+
+class _Rows(torch.autograd.Function):
+    """Rows of a matrix, whose gradient is the mean over all processes: few rows travel, not the matrix."""
+
+    @staticmethod
+    def forward(ctx: Any, matrix: Tensor, index: Tensor) -> Tensor:
+        ctx.save_for_backward(index)
+        ctx.shape = matrix.shape
+        return matrix[index]
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+        (index,) = ctx.saved_tensors
+        rows = gather(grad).view(-1, ctx.shape[1]) / world_size()  # (W B, L)
+        return grad.new_zeros(ctx.shape).index_add_(0, gather(index).view(-1), rows), None
