@@ -101,6 +101,8 @@ def run_evaluate(args: argparse.Namespace) -> None:
         raise ValueError(f"the dataset {args.dataset!r} has no split {args.split!r}, only {list(splits)}: --split.")
     name = Path(args.dataset).name if Path(args.dataset).exists() else args.dataset
     metrics = evaluate(model, splits[args.split], args.k, calibrate, args.batch_size, args.workers, name)
+    if os.environ.get("RANK", "0") != "0":  # of several processes, started by accelerate or torchrun, the first writes
+        return
     text = json.dumps(metrics, indent=2)
     if calibrate and args.out:
         save_classifier(model, args.out, metrics)

@@ -126,12 +126,13 @@ def sent_values(k: float) -> int:
     return sum(sent)
 
 
-def train(folder: Path, recipe: str) -> list[str]:
-    """Train from a recipe; the files that any process but the first opened for writing.
+def train(folder: Path, images: str, recipe: str) -> list[str]:
+    """Train from a recipe and calibrate again; the files that any process but the first opened for writing.
 
     Python does not see what libraries open, weights and optimizer state: there a limit of the file size makes any
     process but the first fail. Its random state, which it has to save, is smaller.
     """
+    from avgk_hf import cli
     from avgk_hf.train import main
 
     written: set[str] = set()
@@ -144,6 +145,8 @@ def train(folder: Path, recipe: str) -> list[str]:
     if rank() > 0:
         resource.setrlimit(resource.RLIMIT_FSIZE, (2**16, resource.getrlimit(resource.RLIMIT_FSIZE)[1]))
     main([recipe])
+    dist.barrier()  # the run is written
+    assert cli.main(["calibrate", str(folder / "run"), images, "--k", "1.5", "--batch-size", "4"]) == 0
     kept = [path for path in written if path.startswith(str(folder))]
     return gather_list([] if rank() == 0 else kept)
 
@@ -163,7 +166,7 @@ def everything(folder: Path, images: str, recipe: str | None = None) -> None:
     if world_size() > 1:
         found["sent"] = {k: sent_values(k) for k in (2, 3.5, 19)}
     if recipe:
-        found["written"] = train(folder, recipe)
+        found["written"] = train(folder, images, recipe)
     if rank() == 0:
         (folder / "found.json").write_text(json.dumps(found))
 
