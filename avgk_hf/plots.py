@@ -11,6 +11,7 @@ from datasets import Dataset
 
 from .calibrate import evaluate
 from .data import load_splits, prepare
+from .model_card import read_results
 from .modeling import AvgKForImageClassification
 from .sets import k_key
 
@@ -192,7 +193,7 @@ def plot_runs(runs: Sequence[str | Path], out: str | Path, formats: Sequence[str
 def _read_results(run: Path) -> dict[str, Any]:
     if not (run / "results.json").is_file():
         raise FileNotFoundError(f"{run} holds no results.json; name the folder of a finished `avgk train`.")
-    results = json.loads((run / "results.json").read_text())
+    results = read_results(run, "data")
     if "set_sizes" not in results:
         raise ValueError(f"{run} was not evaluated on a test split, so there are no set sizes to show.")
     return results
