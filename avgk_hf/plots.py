@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 import torch
 from datasets import Dataset
+from huggingface_hub.utils import tqdm
 
 from .calibrate import evaluate
 from .data import load_splits, prepare
@@ -81,7 +82,8 @@ def model_sheet(model: AvgKForImageClassification, dataset: Dataset, path: str |
     """The contact sheet of a calibrated model on the first images of one split of `load_splits`."""
     sample = dataset.select(range(min(SHEET_IMAGES, len(dataset))))
     sets = []
-    for batch in prepare(sample, model.config).iter(64):
+    batches = tqdm(range(0, len(sample), 64), desc="contact sheet", unit="batch")
+    for batch in (prepare(sample, model.config)[start : start + 64] for start in batches):
         sets += model.predict_sets(torch.stack(batch["pixel_values"]), min_size=1)
     contact_sheet(list(sample["image"]), sets, list(sample["label"]), sample.features["label"].names, path)
 
