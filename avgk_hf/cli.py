@@ -206,7 +206,7 @@ def main(arguments: list[str] | None = None) -> int:
     try:
         COMMANDS[args.command](args)
     except KeyboardInterrupt as stop:
-        print(f"\navgk {args.command}: {stop or 'stopped.'}", file=sys.stderr)
+        print(f"\navgk {args.command}: {str(stop) or 'stopped.'}", file=sys.stderr)
         return 128 + (signal.SIGTERM if isinstance(stop, Terminated) else signal.SIGINT)
     except (ValueError, OSError, ImportError) as error:
         if os.environ.get("AVGK_DEBUG"):

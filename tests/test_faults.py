@@ -23,17 +23,17 @@ from conftest import RECIPE
 
 # imports once and runs every command it is given in a process of its own, which can be killed like any other
 DRIVER = """
-import json, os, resource, signal, sys
+import json, os, resource, signal, sys, traceback
 import avgk_hf.auto, avgk_hf.calibrate, avgk_hf.train
 from avgk_hf.cli import main
 from avgk_hf.trainer import AvgKTrainer
 
 for line in sys.stdin:
     job = json.loads(line)
+    reading, writing = os.pipe()  # no file, so that a limit on their size does not reach it
     child = os.fork()
     if child == 0:
-        output = os.open(job["output"], os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
-        os.dup2(output, 1), os.dup2(output, 2)
+        os.dup2(writing, 1), os.dup2(writing, 2)
         if job["file_size"]:
             resource.setrlimit(resource.RLIMIT_FSIZE, (job["file_size"], resource.RLIM_INFINITY))
         step = AvgKTrainer.training_step
@@ -45,9 +45,14 @@ for line in sys.stdin:
         code = 1
         try:
             code = main(job["arguments"]) if job["arguments"] else exec(job["code"]) or 0
+        except BaseException:
+            traceback.print_exc()
         finally:
             sys.stdout.flush(), sys.stderr.flush(), os._exit(code)
-    print(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]), flush=True)
+    os.close(writing)
+    with open(reading, errors="replace") as pipe:
+        text = pipe.read()
+    print(json.dumps([os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]), text]), flush=True)
 """
 
 
@@ -58,17 +63,16 @@ def environment():
 
 
 @pytest.fixture(scope="module")
-def command(environment, tmp_path_factory):
+def command(environment):
     """Run an `avgk` command in its own process; gives the exit code (negative: the signal) and what it printed."""
-    output = tmp_path_factory.mktemp("driver") / "output"
     pipe = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True, "env": environment}
     with subprocess.Popen([sys.executable, "-c", DRIVER], **pipe) as driver:
 
         def run(*arguments, kill_in=None, file_size=None, code=None):
             job = {"arguments": [str(a) for a in arguments], "kill_in": kill_in, "file_size": file_size, "code": code}
-            driver.stdin.write(json.dumps({**job, "output": str(output)}) + "\n")
+            driver.stdin.write(json.dumps(job) + "\n")
             driver.stdin.flush()
-            return int(driver.stdout.readline()), output.read_text()
+            return json.loads(driver.stdout.readline())
 
         yield run
         driver.stdin.close()
@@ -220,7 +224,7 @@ def test_an_incomplete_checkpoint_is_passed_over_or_refused(make_trainer, make_m
     for name in CHECKPOINT_FILES:
         whole = (last / name).read_bytes()
         for size in (None, 0, 5, len(whole) // 2, len(whole) - 3):
-            (last / name).unlink()
+            (last / name).unlink(missing_ok=True)
             if size is not None:
                 (last / name).write_bytes(whole[:size])
             said.clear()
