@@ -15,9 +15,10 @@ from torch import Tensor
 from transformers import AutoImageProcessor, AutoModelForImageClassification, PreTrainedModel, default_data_collator
 
 from . import auto  # noqa: F401  (makes the Auto classes know the model)
+from .configuration import read_json
 from .data import align_labels, prepare
 from .data.transforms import ImageTransform, ProcessorTransform
-from .modeling import AvgKForImageClassification
+from .modeling import AvgKForImageClassification, check_folder, replacing
 from .sets import SetStatistics, check_k, k_key, score, stored_threshold
 from .trainer import AvgKTrainer
 from .training_args import AvgKTrainingArguments
@@ -26,14 +27,14 @@ from .training_args import AvgKTrainingArguments
 def load_classifier(name: str) -> PreTrainedModel:
     """An image classifier of any class: a saved folder, a Hub id, or a timm name whose weights are on the Hub."""
     folder = Path(name)
-    if folder.is_dir() and not (folder / "config.json").is_file():
-        raise FileNotFoundError(f"{name} holds no config.json; name the folder of a saved model.")
-    if not folder.is_dir():
+    if folder.is_dir():
+        check_folder(folder)
+    else:
         if folder.is_absolute() or name.startswith(".") or name.count("/") > 1:
             raise FileNotFoundError(f"there is no model folder {name!r}.")
         if "/" not in name:
             name = _timm_repo(name)
-    return AutoModelForImageClassification.from_pretrained(name).eval()
+    return AutoModelForImageClassification.from_pretrained(name, use_safetensors=True).eval()
 
 
 def _timm_repo(name: str) -> str:
@@ -172,10 +173,10 @@ def save_classifier(model: PreTrainedModel, folder: str | Path, metrics: dict[st
     from .model_card import render_card
 
     folder = Path(folder)
-    foreign = not isinstance(model, AvgKForImageClassification)
-    if foreign:
-        AutoImageProcessor.from_pretrained(model.name_or_path).save_pretrained(folder)
-    model.save_pretrained(folder)
+    with replacing(folder) as new:
+        if not isinstance(model, AvgKForImageClassification):
+            AutoImageProcessor.from_pretrained(model.name_or_path).save_pretrained(new)
+        model.save_pretrained(new)
     dataset = (model.config.calibration or {}).get("dataset")
     card = render_card(folder.name, model.config, {"validation": metrics}, {}, dataset, calibrated_only=True)
     card.save(folder / "README.md")
@@ -186,7 +187,7 @@ def write_thresholds(model: PreTrainedModel, folder: str | Path) -> None:
     path = Path(folder) / "config.json"
     names = ("thresholds", "heads", "head_thresholds", "calibration", "score")
     found = {name: getattr(model.config, name) for name in names if hasattr(model.config, name)}
-    config = {**json.loads(path.read_text()), **found}
+    config = {**read_json(path), **found}
     new = path.with_name("config.json.new")
     new.write_text(json.dumps(config, indent=2, sort_keys=True, ensure_ascii=False) + "\n")
     new.replace(path)

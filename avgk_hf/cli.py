@@ -3,7 +3,9 @@
 import argparse
 import json
 import os
+import signal
 import sys
+import threading
 from pathlib import Path
 
 from . import __version__
@@ -186,6 +188,14 @@ COMMANDS = {
 }
 
 
+class Terminated(KeyboardInterrupt):
+    """The process was asked to end by SIGTERM, as job schedulers do."""
+
+
+def _terminate(*_: object) -> None:
+    raise Terminated
+
+
 def main(arguments: list[str] | None = None) -> int:
     """Entry point of `avgk`; returns the exit code."""
     arguments = sys.argv[1:] if arguments is None else arguments
@@ -193,13 +203,21 @@ def main(arguments: list[str] | None = None) -> int:
         args = argparse.Namespace(command="train", arguments=arguments[1:])
     else:
         args = build_parser().parse_args(arguments)
+    main_thread = threading.current_thread() is threading.main_thread()  # only there signals can be handled
+    before = signal.signal(signal.SIGTERM, _terminate) if main_thread else None
     try:
         COMMANDS[args.command](args)
+    except KeyboardInterrupt as stop:
+        print(f"\navgk {args.command}: {str(stop) or 'stopped.'}", file=sys.stderr)
+        return 128 + (signal.SIGTERM if isinstance(stop, Terminated) else signal.SIGINT)
     except (ValueError, OSError, ImportError) as error:
         if os.environ.get("AVGK_DEBUG"):
             raise
         print(f"avgk {args.command}: {error}", file=sys.stderr)
         return 2
+    finally:
+        if main_thread:
+            signal.signal(signal.SIGTERM, before)
     return 0
 
 

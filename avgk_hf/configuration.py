@@ -1,10 +1,14 @@
 """`AvgKConfig`: everything that makes a saved folder a set-valued classifier, thresholds included."""
 
+import json
 import math
+import os
 from dataclasses import field
+from pathlib import Path
 from typing import Any
 
 from huggingface_hub.dataclasses import strict
+from huggingface_hub.errors import StrictDataclassError
 from transformers import PreTrainedConfig
 
 from .sets import HEADS, SCORES, check_k, k_key, stored_head, stored_threshold
@@ -128,7 +132,29 @@ class AvgKConfig(PreTrainedConfig):
         if stored and wanted != stored:
             stale = ("thresholds", "heads", "head_thresholds", "calibration", "train_counts")
             config_dict = {name: value for name, value in config_dict.items() if name not in stale}
-        return super().from_dict(config_dict, **kwargs)
+        try:
+            return super().from_dict(config_dict, **kwargs)
+        except (ValueError, TypeError, StrictDataclassError) as error:
+            if "name_or_path" not in kwargs:
+                raise
+            raise ValueError(
+                f"{Path(kwargs['name_or_path'], 'config.json')}: {' '.join(str(error).split())}"
+            ) from error
+
+    @classmethod
+    def from_pretrained(cls, pretrained_model_name_or_path: str | os.PathLike, **kwargs: Any) -> "AvgKConfig":
+        """As in the base class; a broken config.json is refused with its name and the field's."""
+        path = Path(pretrained_model_name_or_path, kwargs.get("subfolder") or "", "config.json")
+        if path.is_file():
+            read_json(path)
+        kwargs.setdefault("name_or_path", str(pretrained_model_name_or_path))
+        return super().from_pretrained(pretrained_model_name_or_path, **kwargs)
+
+    def to_json_file(self, json_file_path: str | os.PathLike, use_diff: bool = True) -> None:
+        """As in the base class; a file that exists is replaced when the new one is complete."""
+        new = f"{os.fspath(json_file_path)}.new"
+        super().to_json_file(new, use_diff)
+        os.replace(new, json_file_path)
 
     def to_diff_dict(self) -> dict[str, Any]:
         """What is written to config.json: also those defaults that other readers of the file depend on."""
@@ -171,3 +197,16 @@ class AvgKConfig(PreTrainedConfig):
 
 def _plain(thresholds: dict[float, float]) -> dict[str, float]:
     return {k_key(k): float(lambda_val) for k, lambda_val in sorted(thresholds.items())}
+
+
+def read_json(path: Path) -> dict[str, Any]:
+    """What a JSON file maps; a missing or damaged one is refused with its name."""
+    try:
+        content = json.loads(path.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        raise FileNotFoundError(f"{path} is missing.") from None
+    except ValueError as error:
+        raise ValueError(f"{path} is not valid JSON ({error}): it is cut off or damaged.") from None
+    if not isinstance(content, dict):
+        raise ValueError(f"{path} must hold a mapping, but holds {type(content).__name__}.")
+    return content

@@ -5,10 +5,12 @@ from typing import Any
 
 from huggingface_hub import HfApi
 
+from .modeling import UNFINISHED, check_folder
+
 # weights, thresholds, card, pictures and the code for trust_remote_code; no optimizer state, pickle or local path
 PUSHED = ["*.safetensors", "*.safetensors.index.json", "config.json", "preprocessor_config.json", "README.md"]
 PUSHED += ["*.png", "*.svg", "configuration.py", "modeling.py", "pipeline.py", "sets.py"]
-NOT_PUSHED = ["checkpoint-*", "objective.safetensors"]
+NOT_PUSHED = ["checkpoint-*", "objective.safetensors", f"{UNFINISHED}/*"]
 
 
 def push_folder(
@@ -24,8 +26,7 @@ def push_folder(
         kwargs: As in `HfApi.upload_folder`, e.g. `commit_message`.
     """
     folder = Path(folder)
-    if not (folder / "config.json").is_file():
-        raise FileNotFoundError(f"{folder} holds no config.json; name the folder of a saved model.")
+    check_folder(folder)
     api = HfApi(token=token)
     try:
         repo_id = api.create_repo(repo_id, private=private, exist_ok=True).repo_id

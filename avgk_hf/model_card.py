@@ -1,13 +1,13 @@
 """The model card: what the model returns, how to call it, and how well it does."""
 
-import json
 from pathlib import Path
 from typing import Any
 
 from huggingface_hub import EvalResult, ModelCard, ModelCardData
 from transformers import TrainerCallback
 
-from .configuration import AvgKConfig
+from .configuration import AvgKConfig, read_json
+from .modeling import check_folder
 from .sets import k_key
 
 TEMPLATE = Path(__file__).with_name("model_card_template.md")
@@ -31,6 +31,12 @@ class CardCallback(TrainerCallback):
         self._validation: dict[int, dict[str, float]] = {}  # by training step
         self._others: dict[str, dict[str, float]] = {}  # by prefix, e.g. test
 
+    def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        """Take over the evaluations before the checkpoint that training goes on from."""
+        for entry in state.log_history:
+            if "eval_average_k_accuracy" in entry:
+                self._validation[entry["step"]] = plain_metrics(entry, "eval_")
+
     def on_evaluate(
         self, args: Any, state: Any, control: Any, metrics: dict[str, float] | None = None, **kwargs: Any
     ) -> None:
@@ -50,7 +56,7 @@ class CardCallback(TrainerCallback):
 
 def plain_metrics(metrics: dict[str, float], prefix: str) -> dict[str, float]:
     """Metrics without their prefix and without timings, which are not results."""
-    noise = ("runtime", "per_second", "preparation_time", "epoch")
+    noise = ("runtime", "per_second", "preparation_time", "epoch", "step")
     return {name.removeprefix(prefix): value for name, value in metrics.items() if not name.endswith(noise)}
 
 
@@ -134,11 +140,25 @@ def card_of_run(folder: str | Path, repo: str | None = None) -> ModelCard:
     folder = Path(folder)
     if not (folder / "results.json").is_file():
         raise FileNotFoundError(f"{folder} holds no results.json; name the folder of a finished `avgk train`.")
-    results = json.loads((folder / "results.json").read_text())
+    check_folder(folder)
+    results = read_results(folder)
     metrics = {split: results[split] for split in ("validation", "test") if split in results}
     sizes = results.get("set_sizes", {}).get("all")
     config = AvgKConfig.from_pretrained(folder)
     return render_card(repo or folder.name, config, metrics, results["hyperparameters"], results["dataset"], sizes)
+
+
+def read_results(folder: Path, *further: str) -> dict[str, Any]:
+    """What `avgk train` wrote to results.json; a damaged one is refused with the name of the file and the field."""
+    results = read_json(folder / "results.json")
+    for name in ("dataset", "hyperparameters", "validation", *further):
+        if name not in results:
+            raise ValueError(f"{folder / 'results.json'} has no field {name!r}; write it anew with `avgk train`.")
+        if name != "dataset" and not isinstance(results[name], dict):
+            raise ValueError(
+                f"{folder / 'results.json'}: the field {name!r} must be a mapping, not {results[name]!r}."
+            )
+    return results
 
 
 def _eval_results(config: AvgKConfig, metrics: dict[str, float], split: str, dataset: str | None) -> list[EvalResult]:

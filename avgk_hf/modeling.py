@@ -9,19 +9,22 @@ import json
 import math
 import os
 import shutil
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import timm
 import torch
+from safetensors import SafetensorError, safe_open
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 from transformers import initialization as init
 from transformers.models.auto.modeling_auto import MODEL_FOR_IMAGE_CLASSIFICATION_MAPPING_NAMES
 from transformers.utils import ModelOutput
 
-from .configuration import AvgKConfig
+from .configuration import AvgKConfig, read_json
 from .pipeline import AverageKImageClassificationPipeline  # noqa: F401  (so that it travels with this file)
 from .sets import check_k, head_scores, predict_sets, ranked_sets
 
@@ -34,6 +37,9 @@ UNSUPPORTED = {  # timm models, as patterns, and why they are refused
     "mobilenetv5_*_enc": ENCODER,
     "qwen3_vit_*_enc": ENCODER,
 }
+
+UNFINISHED = ".unfinished"  # folder inside a folder that is being written
+CONVERT = "save_file(torch.load(FILE, weights_only=True), 'model.safetensors', metadata={'format': 'pt'})"
 
 # where the stock pipeline looks up whether it supports a model; registering with the Auto class does not get there
 MODEL_FOR_IMAGE_CLASSIFICATION_MAPPING_NAMES.setdefault("avgk", "AvgKForImageClassification")
@@ -193,8 +199,11 @@ class AvgKForImageClassification(PreTrainedModel):
 
     @classmethod
     def from_pretrained(cls, *args: Any, **kwargs: Any) -> "AvgKForImageClassification":
-        """As in the base class."""
-        result = super().from_pretrained(*args, **kwargs)
+        """As in the base class, from safetensors only; a half-written folder is refused with the file's name."""
+        folder = args[0] if args else kwargs.get("pretrained_model_name_or_path")
+        if folder is not None and Path(folder).is_dir() and not kwargs.get("variant"):
+            check_folder(Path(folder, kwargs.get("subfolder") or ""))
+        result = super().from_pretrained(*args, **{"use_safetensors": True, **kwargs})
         model = result[0] if isinstance(result, tuple) else result
         model.__dict__.pop("_fresh", None)
         # tensors mapped from the file may be unaligned, and products with unaligned tensors round differently
@@ -205,15 +214,21 @@ class AvgKForImageClassification(PreTrainedModel):
 
     def save_pretrained(self, save_directory: str | os.PathLike, is_main_process: bool = True, **kwargs: Any) -> None:
         """As in the base class, with the code that `trust_remote_code=True` needs where this package is missing."""
+        if not is_main_process or kwargs.get("push_to_hub"):  # an upload that fails must leave what was saved
+            self._write(Path(save_directory), is_main_process, **kwargs)
+        else:
+            with replacing(save_directory) as folder:
+                self._write(folder, is_main_process, **kwargs)
+
+    def _write(self, folder: Path, is_main_process: bool, **kwargs: Any) -> None:
         if is_main_process:
-            folder = Path(save_directory)
             folder.mkdir(parents=True, exist_ok=True)
             for name in CODE:
                 shutil.copyfile(Path(__file__).with_name(name), folder / name)
             processor = {name: getattr(self.config, name) for name in ("image_processor_type", "architecture")}
             processor["pretrained_cfg"] = self.config.pretrained_cfg
             (folder / "preprocessor_config.json").write_text(json.dumps(processor, indent=2) + "\n")
-        super().save_pretrained(save_directory, is_main_process=is_main_process, **kwargs)
+        super().save_pretrained(folder, is_main_process=is_main_process, **kwargs)
 
     def freeze_backbone(self) -> "AvgKForImageClassification":
         """Train the heads only: the backbone keeps its weights and its BatchNorm statistics. Returns the model."""
@@ -405,3 +420,68 @@ def _portable_cfg(pretrained_cfg: dict[str, Any], in_chans: int, image_size: int
     if in_chans == 1:
         cfg.update(mean=[sum(cfg["mean"]) / len(cfg["mean"])], std=[sum(cfg["std"]) / len(cfg["std"])])
     return {k: list(v) if isinstance(v, tuple) else v for k, v in cfg.items() if v is not None}
+
+
+def check_folder(folder: str | os.PathLike) -> None:
+    """Refuse a folder whose model is missing, half written or pickled, with the name of the file."""
+    folder = Path(folder)
+    if not (folder / "config.json").is_file():
+        raise FileNotFoundError(f"{folder} holds no config.json; name the folder of a saved model.")
+    read_json(folder / "config.json")
+    names = [name for name in ("model.safetensors", "adapter_model.safetensors") if (folder / name).is_file()]
+    index = folder / "model.safetensors.index.json"
+    if not names and index.is_file():
+        names = sorted(set(read_json(index).get("weight_map", {}).values()))
+    if not names:
+        state = ("training_args", "optimizer", "scheduler", "scaler", "rng_state")  # of a training, not of a model
+        pickles = [p.name for ending in ("bin", "pt", "pth", "ckpt") for p in sorted(folder.glob(f"*.{ending}"))]
+        for name in (name for name in pickles if not name.startswith(state)):
+            raise ValueError(
+                f"{folder} holds its weights only as {name}, a pickle, and pickles are not opened here. If you trust"
+                f" it, convert it once: `safetensors.torch.{CONVERT.replace('FILE', repr(name))}`."
+            )
+        raise FileNotFoundError(
+            f"{folder} holds no model.safetensors; its writing was interrupted, or it is no model."
+        )
+    for name in names:
+        check_safetensors(folder / name)
+
+
+def check_safetensors(path: Path) -> None:
+    """Refuse a safetensors file that is not whole; only its header is read."""
+    try:
+        with safe_open(path, "pt") as file:
+            file.keys()
+    except (SafetensorError, OSError) as error:
+        raise OSError(f"{path} is missing, cut off or damaged ({error}); restore it from a copy.") from error
+
+
+@contextmanager
+def replacing(folder: str | os.PathLike) -> Iterator[Path]:
+    """Give a new folder to write to, whose files replace those of `folder` when all of them are written.
+
+    A process that is killed, or runs out of space, while it writes leaves `folder` as it was.
+    """
+    folder = Path(folder)
+    new = folder / UNFINISHED
+    new.parent.mkdir(parents=True, exist_ok=True)
+    shutil.rmtree(new, ignore_errors=True)  # of a process that was killed
+    try:
+        new.mkdir()
+        yield new
+    except (OSError, SafetensorError) as error:
+        shutil.rmtree(new, ignore_errors=True)
+        raise OSError(f"{folder} could not be written ({error}); what was there before is unchanged.") from error
+    names = {path.name for path in new.iterdir()}
+    weights = {path.name for path in new.glob("*.safetensors*")}
+    if weights and "config.json" in names:
+        # first away, last back: a folder without it is refused, new weights with old thresholds would not be
+        (folder / "config.json").unlink(missing_ok=True)
+        stale = {path.name for path in folder.glob("model*.safetensors*")} - names  # of another number of shards
+        for name in stale if any(name.startswith("model") for name in weights) else ():
+            (folder / name).unlink()
+    for name in sorted(names, key=lambda name: name == "config.json"):
+        if (folder / name).is_dir():
+            shutil.rmtree(folder / name)
+        os.replace(new / name, folder / name)
+    new.rmdir()

@@ -8,9 +8,11 @@ from typing import Any
 import numpy as np
 import torch
 from datasets import Dataset
+from huggingface_hub.utils import tqdm
 
 from .calibrate import evaluate
 from .data import load_splits, prepare
+from .model_card import read_results
 from .modeling import AvgKForImageClassification
 from .sets import k_key
 
@@ -80,7 +82,8 @@ def model_sheet(model: AvgKForImageClassification, dataset: Dataset, path: str |
     """The contact sheet of a calibrated model on the first images of one split of `load_splits`."""
     sample = dataset.select(range(min(SHEET_IMAGES, len(dataset))))
     sets = []
-    for batch in prepare(sample, model.config).iter(64):
+    batches = tqdm(range(0, len(sample), 64), desc="contact sheet", unit="batch")
+    for batch in (prepare(sample, model.config)[start : start + 64] for start in batches):
         sets += model.predict_sets(torch.stack(batch["pixel_values"]), min_size=1)
     contact_sheet(list(sample["image"]), sets, list(sample["label"]), sample.features["label"].names, path)
 
@@ -192,7 +195,7 @@ def plot_runs(runs: Sequence[str | Path], out: str | Path, formats: Sequence[str
 def _read_results(run: Path) -> dict[str, Any]:
     if not (run / "results.json").is_file():
         raise FileNotFoundError(f"{run} holds no results.json; name the folder of a finished `avgk train`.")
-    results = json.loads((run / "results.json").read_text())
+    results = read_results(run, "data")
     if "set_sizes" not in results:
         raise ValueError(f"{run} was not evaluated on a test split, so there are no set sizes to show.")
     return results

@@ -7,6 +7,8 @@ every one can be overridden on the command line. The same file runs on several p
 
 import difflib
 import json
+import os
+import shlex
 import sys
 from dataclasses import asdict, dataclass, field, fields
 from importlib.metadata import version
@@ -27,6 +29,7 @@ from .data.transforms import AUGMENTATIONS
 from .model_card import hyperparameters, plain_metrics
 from .modeling import AvgKForImageClassification
 from .plots import set_size_histogram
+from .runs import check_output_dir, where_to_go_on
 from .sets import HEADS, SCORES, SHOTS, k_key
 from .trainer import AvgKTrainer
 from .training_args import AvgKTrainingArguments
@@ -172,6 +175,8 @@ def run(
     Returns:
         What is written to results.json: the metrics of each split, and the set sizes on test.
     """
+    if args.should_save:
+        check_output_dir(args.output_dir)
     if splits is None:
         with args.main_process_first(desc="load the data"):  # the others find it in the cache
             splits = load_splits(
@@ -223,7 +228,8 @@ def run(
         if "set_sizes" in results and find_spec("matplotlib"):
             sizes = {model_args.objective: results["set_sizes"]["all"]}
             set_size_histogram(sizes, folder / "set_sizes.png", f"Set sizes on test, K = {k_key(model.config.k)}")
-        (folder / "results.json").write_text(json.dumps(results, indent=2, ensure_ascii=False) + "\n")
+        (folder / "results.json.new").write_text(json.dumps(results, indent=2, ensure_ascii=False) + "\n")
+        os.replace(folder / "results.json.new", folder / "results.json")
         trainer.create_model_card()
     return results
 
@@ -283,7 +289,12 @@ def main(arguments: list[str] | None = None) -> None:
     model_args, data_args, args = parse_recipe(arguments)
     if args.world_size > 1 and args.process_index == 0:
         print(f"{args.world_size} processes train together, {args.train_batch_size} images each per step")
-    results = run(model_args, data_args, args)
+    try:
+        results = run(model_args, data_args, args)
+    except KeyboardInterrupt as stop:
+        resume = [] if args.resume_from_checkpoint else ["--resume_from_checkpoint", "last"]
+        command = shlex.join(["avgk", "train", *arguments, *resume])
+        raise type(stop)(f"training was stopped. {where_to_go_on(args.output_dir, f'`{command}`')}") from None
     if args.process_index == 0:
         print(summary(results, args.output_dir))
 

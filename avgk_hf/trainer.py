@@ -1,31 +1,54 @@
 """`AvgKTrainer`: transformers' Trainer with the average-K objective, and thresholds computed while evaluating."""
 
 import datetime
+import math
+import os
+import shutil
 from pathlib import Path
 from typing import Any
 
 import datasets
 import numpy as np
 import torch
+from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, Dataset
-from transformers import PreTrainedModel, Trainer
-from transformers.trainer import TRAINING_ARGS_NAME
-from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR, EvalLoopOutput, HubStrategy, has_length
+from transformers import EarlyStoppingCallback, PreTrainedModel, Trainer
+from transformers.trainer import TRAINER_STATE_NAME, TRAINING_ARGS_NAME
+from transformers.trainer_callback import ExportableState
+from transformers.trainer_utils import (
+    PREFIX_CHECKPOINT_DIR,
+    EvalLoopOutput,
+    HubStrategy,
+    SaveStrategy,
+    get_last_checkpoint,
+    has_length,
+    rotate_checkpoints,
+)
 from transformers.utils import logging
 
 from .configuration import AvgKConfig
 from .data import class_counts
+from .data.transforms import ImageTransform
 from .hub import push_folder
 from .losses import OnlineLabelLoss, make_loss
 from .model_card import CardCallback, hyperparameters, render_card
+from .modeling import UNFINISHED, check_folder, replacing
 from .processes import broadcast, gather_list, merge_statistics, rank, sum_over_processes, world_size
+from .runs import (
+    OBJECTIVE_STATE,
+    LogFile,
+    check_checkpoint,
+    check_output_dir,
+    check_space,
+    last_checkpoint,
+    where_to_go_on,
+)
 from .sets import HEADS, SetStatistics, check_k, head_scores, k_key, predict_sets, ranked_sets
 from .training_args import AvgKTrainingArguments
 
 logger = logging.get_logger(__name__)
-OBJECTIVE_STATE = "objective.safetensors"
 LARGE_STATE = 2 * 2**30
 
 
@@ -75,6 +98,8 @@ class AvgKTrainer(Trainer):
                 counts = class_counts(dataset, model.config.num_labels)
                 if name == "train_dataset":
                     model.config.train_counts = counts.tolist()
+        if args.should_save:
+            check_output_dir(args.output_dir)
         self.dataset_name = dataset_name
         num_examples = len(train_dataset) if has_length(train_dataset) else 0
         if model.config.objective == "role" and num_examples:
@@ -82,6 +107,7 @@ class AvgKTrainer(Trainer):
         self.objective = make_loss(model.config, num_examples)
         self.card = CardCallback()
         self._calibrating = False
+        self._checkpoint_unfinished = self._stopped_early = False
         self._statistics: dict[str, SetStatistics] = {}  # by head
         super().__init__(
             model=model,
@@ -93,6 +119,7 @@ class AvgKTrainer(Trainer):
         self.objective.to(self.args.device)
         broadcast(list(self.objective.state_dict().values()))
         self.add_callback(self.card)
+        self.add_callback(LogFile())
 
     @property
     def ks(self) -> list[float]:
@@ -124,11 +151,82 @@ class AvgKTrainer(Trainer):
             optimizer.register_step_post_hook(lambda *_: self.objective.zero_grad())
         return optimizer
 
+    def train(self, resume_from_checkpoint: str | bool | None = None, *args: Any, **kwargs: Any) -> Any:
+        """As in `Trainer`.
+
+        Args:
+            resume_from_checkpoint: `"last"` or True: the newest complete checkpoint in `output_dir`, or from the start
+                where there is none, so that the same command can be repeated. A folder: that checkpoint.
+            args: As in `Trainer`.
+            kwargs: As in `Trainer`.
+        """
+        checkpoint, run, first = resume_from_checkpoint, self.args.output_dir, self.is_world_process_zero()
+        foreign = self.is_deepspeed_enabled or self.is_fsdp_enabled  # these have checkpoints of their own
+        if str(checkpoint).lower() in ("last", "true"):
+            checkpoint = get_last_checkpoint(run) if foreign else last_checkpoint(run, warn=first)
+            if first and checkpoint:
+                logger.warning(f"training goes on from {checkpoint}.")
+            elif first:
+                logger.warning(f"training starts from the beginning: there is no complete checkpoint in {run}.")
+        elif str(checkpoint).lower() in ("none", "false"):
+            checkpoint = None
+        elif not foreign:
+            check_checkpoint(checkpoint)
+        self._stopped_early = False
+        if self.args.should_save:
+            self._check_space()
+        return super().train(str(checkpoint) if checkpoint else None, *args, **kwargs)
+
+    def _check_space(self) -> None:
+        """Refuse to start where the checkpoints will not fit on the disk."""
+        args = self.args
+        model_size = sum(value.nbytes for value in self.model.state_dict().values())
+        trained = [p for p in (*self.model.parameters(), *self.objective.parameters()) if p.requires_grad]
+        size = model_size + _optimizer_states(args) * sum(parameter.nbytes for parameter in trained)
+        size += sum(value.nbytes for value in self.objective.state_dict().values())
+        planned = 1
+        if args.save_strategy in (SaveStrategy.STEPS, SaveStrategy.EPOCH) and has_length(self.train_dataset):
+            images = self._train_batch_size * args.gradient_accumulation_steps * args.world_size
+            in_epoch = max(math.ceil(len(self.train_dataset) / images), 1)
+            steps = args.max_steps if args.max_steps > 0 else args.num_train_epochs * in_epoch
+            every = args.save_steps if args.save_strategy == SaveStrategy.STEPS else in_epoch
+            planned = math.ceil(steps / (every if every >= 1 else every * steps))
+        if args.save_total_limit:  # the oldest goes when the newest is complete
+            planned = min(planned, args.save_total_limit + 1)
+        standing = len(list(Path(args.output_dir).glob(f"{PREFIX_CHECKPOINT_DIR}-*")))
+        checkpoints = 0 if args.save_strategy == SaveStrategy.NO else max(planned - standing, 1)
+        check_space(args.output_dir, size, checkpoints, model_size)
+
     def training_step(self, *args: Any, **kwargs: Any) -> Tensor:
-        """As in `Trainer`; thresholds of the weights before the step are dropped."""
+        """As in `Trainer`; thresholds of the weights before the step are dropped, and a loss must be finite."""
         if self.model.config.thresholds:
             self.model.config.clear_calibration()
-        return super().training_step(*args, **kwargs)
+        loss = super().training_step(*args, **kwargs)
+        if not torch.isfinite(loss):  # instead of `logging_nan_inf_filter`, which asks the device as often
+            self._refuse_divergence(f"the loss is {loss.item()}")
+        return loss
+
+    def _refuse_divergence(self, what: str) -> None:
+        args = self.args
+        precision = "bf16" if args.bf16 else "fp16" if args.fp16 else "float32"
+        raise ValueError(
+            f"{what} in step {self.state.global_step + 1} of {self.state.max_steps}, so training was ended. Lower"
+            f" learning_rate={args.learning_rate:g}"
+            + ("" if precision == "float32" else f" or train without {precision}")
+            + f"; max_grad_norm={args.max_grad_norm:g} and warmup_steps={args.warmup_steps:g} matter too."
+            f" {where_to_go_on(args.output_dir)}"
+        )
+
+    def _run_epoch(self, **kwargs: Any) -> None:
+        """As in `Trainer`; a training that had ended when its checkpoint was saved takes no further step."""
+        if self._stopped_early or self.state.global_step >= self.state.max_steps:
+            self.control.should_training_stop = True
+            return
+        transform = getattr(self.train_dataset, "format", {}).get("format_kwargs", {}).get("transform")
+        if isinstance(transform, ImageTransform):
+            seed = self.args.seed if self.args.data_seed is None else self.args.data_seed
+            transform.seed(seed, kwargs["epoch"])
+        super()._run_epoch(**kwargs)
 
     def evaluate(
         self,
@@ -333,11 +431,13 @@ class AvgKTrainer(Trainer):
 
     def _save(self, output_dir: str | None = None, state_dict: dict[str, Any] | None = None) -> None:
         """As in `Trainer`, without the pickled training arguments, and with the thresholds beside an adapter."""
-        super()._save(output_dir, state_dict)
-        folder = Path(output_dir or self.args.output_dir)
-        (folder / TRAINING_ARGS_NAME).unlink(missing_ok=True)
-        if not (folder / "config.json").exists():  # peft saves its adapter only
-            self.model.config.save_pretrained(folder)
+        if not self.args.should_save:
+            return super()._save(output_dir, state_dict)
+        with replacing(output_dir or self.args.output_dir) as folder:
+            super()._save(str(folder), state_dict)
+            (folder / TRAINING_ARGS_NAME).unlink(missing_ok=True)
+            if not (folder / "config.json").exists():  # peft saves its adapter only
+                self.model.config.save_pretrained(folder)
 
     def _issue_warnings_after_load(self, load_result: Any) -> None:
         """Refuse weights that do not fit exactly; the stock Trainer would go on with a half-loaded model."""
@@ -358,12 +458,71 @@ class AvgKTrainer(Trainer):
             state = load_file(Path(resume_from_checkpoint) / OBJECTIVE_STATE, device=str(self.args.device))
             self.objective.load_state_dict(state)
 
-    def _save_checkpoint(self, model: nn.Module, trial: Any) -> None:
+    def _save_optimizer_and_scheduler(self, output_dir: str) -> None:
         """As in `Trainer`, with the state of the objective beside the model, not in it."""
-        super()._save_checkpoint(model, trial)
+        super()._save_optimizer_and_scheduler(output_dir)
         if self.objective.state_dict() and self.args.should_save:
-            folder = Path(self._get_output_dir(trial)) / f"{PREFIX_CHECKPOINT_DIR}-{self.state.global_step}"
-            save_file(self.objective.state_dict(), folder / OBJECTIVE_STATE)
+            save_file(self.objective.state_dict(), Path(output_dir) / OBJECTIVE_STATE)
+
+    def _get_output_dir(self, trial: Any) -> str:
+        """As in `Trainer`; while a checkpoint is written, a folder in the run's."""
+        run = super()._get_output_dir(trial)
+        return os.path.join(run, UNFINISHED) if self._checkpoint_unfinished else run
+
+    def _save_checkpoint(self, model: nn.Module, trial: Any) -> None:
+        """As in `Trainer`, but the checkpoint takes its place when it is complete, and only then others may go."""
+        if not all(torch.isfinite(parameter).all() for parameter in self.model.parameters()):
+            self._refuse_divergence("weights are not finite any more")
+        run, name = Path(self._get_output_dir(trial)), f"{PREFIX_CHECKPOINT_DIR}-{self.state.global_step}"
+        unfinished = run / UNFINISHED
+        if self.args.should_save:
+            shutil.rmtree(unfinished, ignore_errors=True)  # of a process that was killed
+        self.accelerator.wait_for_everyone()
+        self._checkpoint_unfinished = True
+        try:
+            super()._save_checkpoint(model, trial)
+            if self.state.best_model_checkpoint == str(unfinished / name):
+                self.state.best_model_checkpoint = str(run / name)
+                if self.args.should_save:
+                    self.state.save_to_json(unfinished / name / TRAINER_STATE_NAME)
+            self.accelerator.wait_for_everyone()
+            if self.args.should_save:
+                if (run / name).exists():  # of an earlier run in the same folder
+                    os.replace(run / name, unfinished / "old")
+                os.replace(unfinished / name, run / name)
+                shutil.rmtree(unfinished, ignore_errors=True)
+        except (OSError, RuntimeError, SafetensorError) as error:  # torch.save has no error of its own for a full disk
+            shutil.rmtree(unfinished, ignore_errors=True)
+            raise OSError(
+                f"{run / name} could not be written ({' '.join(str(error).split())}). Free some space, or choose"
+                f" another `output_dir:`. {where_to_go_on(run)}"
+            ) from error
+        finally:
+            self._checkpoint_unfinished = False
+        if self.args.should_save:
+            rotate_checkpoints(str(run), self.args.save_total_limit, self.state.best_model_checkpoint, use_mtime=True)
+        self.accelerator.wait_for_everyone()
+
+    def _init_training_state(self, *args: Any, **kwargs: Any) -> tuple[int, int]:
+        """As in `Trainer`; the best checkpoint is found again in a run whose folder was moved, and must be whole."""
+        progress = super()._init_training_state(*args, **kwargs)
+        state = self.state
+        if state.best_global_step and state.best_model_checkpoint is None:
+            moved = Path(self.args.output_dir) / f"{PREFIX_CHECKPOINT_DIR}-{state.best_global_step}"
+            state.best_model_checkpoint = str(moved) if moved.is_dir() else None
+        if state.best_model_checkpoint and self.args.load_best_model_at_end:
+            check_folder(state.best_model_checkpoint)  # now, and not when it is loaded in the end
+        return progress
+
+    def _load_callback_state(self) -> None:
+        """Restore what callbacks counted, as early stopping does; their settings are those of this run."""
+        for callback in (*self.callback_handler.callbacks, self.control):
+            if isinstance(callback, ExportableState):
+                saved = self.state.stateful_callbacks.setdefault(type(callback).__name__, {})
+                for name, value in saved.get("attributes", {}).items() if isinstance(saved, dict) else ():
+                    setattr(callback, name, value)
+                if isinstance(callback, EarlyStoppingCallback):
+                    self._stopped_early |= callback.early_stopping_patience_counter >= callback.early_stopping_patience
 
     def _load_calibration(self, checkpoint: str) -> None:
         """Take over the thresholds that were saved with the weights."""
@@ -372,10 +531,15 @@ class AvgKTrainer(Trainer):
             setattr(self.model.config, name, getattr(saved, name))
 
 
+def _optimizer_states(args: AvgKTrainingArguments) -> int:
+    """How many numbers the optimizer keeps for each parameter, about."""
+    optim, options = str(getattr(args.optim, "value", args.optim)), args.optim_args or ""
+    return 2 if "adam" in optim else int("momentum" in options)
+
+
 def _state_memory(num_examples: int, num_labels: int, args: AvgKTrainingArguments) -> None:
     """Say what ROLE's label estimates will take, before they take it."""
-    optim, options = str(getattr(args.optim, "value", args.optim)), args.optim_args or ""
-    states = 2 if "adam" in optim else int("momentum" in options)
+    states = _optimizer_states(args)
     size = OnlineLabelLoss.memory(num_examples, num_labels, states)
     logger.warning(
         f"role: label estimates for {num_examples} images x {num_labels} classes, their gradient and {states}"

@@ -34,6 +34,9 @@ class AvgKTrainingArguments(TrainingArguments):
     greater_is_better: bool | None = field(
         default=True, metadata={"help": "Whether a larger value of `metric_for_best_model` is better."}
     )
+    logging_nan_inf_filter: bool = field(
+        default=False, metadata={"help": "Leave this off: a loss that is not finite ends the training."}
+    )
     remove_unused_columns: bool = field(
         default=False, metadata={"help": "Leave this off: images are made from columns the model does not know."}
     )

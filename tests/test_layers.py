@@ -8,10 +8,10 @@ import avgk_hf
 ROOT = Path(__file__).parent.parent
 PACKAGE = ROOT / "avgk_hf"
 LAYERS = [
-    {"sets", "data", "hub"},
+    {"sets", "data"},
     {"configuration", "metrics", "processes"},
     {"modeling", "losses", "pipeline"},
-    {"auto", "training_args", "model_card"},
+    {"auto", "training_args", "model_card", "hub", "runs"},
     {"trainer"},
     {"calibrate"},
     {"plots"},

@@ -1,9 +1,13 @@
 """From an image as it is stored to the tensor that the model takes."""
 
+import random
+from collections.abc import Iterator
+from contextlib import contextmanager
 from io import BytesIO
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from datasets import Dataset, Image
 from PIL import Image as PILImage
@@ -48,6 +52,17 @@ class ImageTransform:
         processor = TimmWrapperImageProcessor(config.pretrained_cfg, config.architecture)
         self.transform = processor.train_transforms if augmentation == "timm" else processor.val_transforms
         self.mode = "L" if config.pretrained_cfg["input_size"][0] == 1 else "RGB"
+        self.augmentation = augmentation
+        self._seed: torch.Tensor | None = None
+
+    def seed(self, seed: int, epoch: int) -> None:
+        """From now on draw each image's changes from these numbers and its index, whatever was drawn before.
+
+        Training that goes on in the middle of an epoch then sees the images it would have seen.
+        """
+        if self._seed is None:
+            self._seed = torch.zeros(2, dtype=torch.int64).share_memory_()  # read by workers that outlive an epoch
+        self._seed[:] = torch.tensor([seed, epoch])
 
     def image(self, image: Any, name: str | None = None) -> torch.Tensor:
         """One image as a tensor (C, H, W)."""
@@ -56,17 +71,35 @@ class ImageTransform:
     def __call__(self, batch: dict[str, list]) -> dict[str, list]:
         """A batch of examples as `datasets` hands it to `with_transform`."""
         places = batch.get("index", [None] * len(batch["image"]))
-        output = {
-            "pixel_values": [
-                self.image(image, None if isinstance(image, dict) and image.get("path") else f"image {place}")
-                for image, place in zip(batch["image"], places, strict=True)
-            ]
-        }
+        output: dict[str, list] = {"pixel_values": []}
+        for image, place in zip(batch["image"], places, strict=True):
+            name = None if isinstance(image, dict) and image.get("path") else f"image {place}"
+            if self.augmentation == "none" or self._seed is None or place is None:
+                output["pixel_values"].append(self.image(image, name))
+            else:
+                with _seeded([*self._seed.tolist(), place]):
+                    output["pixel_values"].append(self.image(image, name))
         if "label" in batch:
             output["labels"] = batch["label"]
         if "index" in batch:
             output["index"] = batch["index"]
         return output
+
+
+@contextmanager
+def _seeded(numbers: list[int]) -> Iterator[None]:
+    """Seed the three generators that augmentations draw from, and restore them afterwards."""
+    own = np.random.SeedSequence([number % 2**32 for number in numbers]).generate_state(1).item()
+    states = random.getstate(), np.random.get_state()
+    with torch.random.fork_rng(devices=[]):
+        try:
+            random.seed(own)
+            np.random.seed(own)
+            torch.manual_seed(own)
+            yield
+        finally:
+            random.setstate(states[0])
+            np.random.set_state(states[1])
 
 
 class ProcessorTransform(ImageTransform):
@@ -79,6 +112,7 @@ class ProcessorTransform(ImageTransform):
     def __init__(self, processor: Any) -> None:
         self.transform = lambda image: processor(images=image, return_tensors="pt")["pixel_values"][0]
         self.mode = "RGB"
+        self.augmentation = "none"
 
 
 def prepare(dataset: Dataset, config: Any, augmentation: str = "none") -> Dataset:
