@@ -8,7 +8,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
-from .labels import check_labels, widen
+from ..sets import check_k
+from .labels import check_labels, check_weight, widen
 
 
 class AvgKLoss(nn.Module):
@@ -51,12 +52,8 @@ class AvgKLoss(nn.Module):
 
     def __init__(self, k: float, alpha: float = 1.0) -> None:
         super().__init__()
-        if not k >= 1:
-            raise ValueError(f"k={k!r} must be at least 1: the label itself is in every set.")
-        if not alpha >= 0:
-            raise ValueError(f"alpha={alpha!r} must be at least 0, e.g. 1.0.")
-        self.k = k
-        self.alpha = alpha
+        self.k = check_k(k)
+        self.alpha = check_weight("alpha", alpha)
 
     def forward(self, outputs: Any, labels: Tensor, index: Tensor | None = None) -> Tensor:
         """Return the scalar loss."""
@@ -66,6 +63,11 @@ class AvgKLoss(nn.Module):
         batch, num_labels = outputs.logits.shape
         if self.k >= num_labels:
             raise ValueError(f"k={self.k} must lie in [1, {num_labels}) for {num_labels} classes.")
+        if outputs.sccp_logits.shape != outputs.logits.shape:
+            raise ValueError(
+                f"sccp_logits of shape {tuple(outputs.sccp_logits.shape)} beside logits of shape"
+                f" {tuple(outputs.logits.shape)}: both heads score the same images and classes."
+            )
         num_candidates = round((self.k - 1) * batch)
         return _AvgK.apply(widen(outputs.logits), widen(outputs.sccp_logits), labels, num_candidates, self.alpha)
 

@@ -18,7 +18,7 @@ import numpy as np
 import pyarrow as pa
 import torch
 
-from avgk_hf.sets import SCORES, AverageKThreshold, SetStatistics, check_k, score
+from avgk_hf.sets import SCORES, AverageKThreshold, SetStatistics, check_k
 
 KINDS = ("scores", *SCORES)
 ROWS = 1024  # images scored and stored at a time: no second n x L matrix, and Arrow's 32-bit offsets do not overflow
@@ -252,7 +252,7 @@ def _scored(rows: np.ndarray, kind: str | None) -> Iterator[torch.Tensor]:
     for start in range(0, len(rows), ROWS):
         batch = torch.from_numpy(np.array(rows[start : start + ROWS]))  # a copy: it may be read-only, or reversed
         if kind in SCORES:
-            batch = score(batch, kind)
+            batch = SCORES[kind](batch)  # not `score`: a class masked with -inf has probability 0 here
             broken = batch.isnan().any(1).nonzero()  # (number of such rows, 1)
             if len(broken):
                 raise ValueError(
