@@ -134,7 +134,9 @@ def open_image(image: Any, mode: str = "RGB", name: str | None = None) -> Image.
             return _plain(image, mode)
         with Image.open(Path(path) if data is None else BytesIO(data)) as opened:
             if Image.MAX_IMAGE_PIXELS and opened.width * opened.height > Image.MAX_IMAGE_PIXELS:
-                raise ValueError(f"{opened.width} x {opened.height} pixels, Pillow's limit is {Image.MAX_IMAGE_PIXELS}")
+                raise ValueError(
+                    f"{opened.width} x {opened.height} pixels, Pillow's limit is {Image.MAX_IMAGE_PIXELS}"
+                )
             return _plain(opened, mode)
     except FileNotFoundError:
         raise FileNotFoundError(f"{name}: there is no such file; check the path.") from None

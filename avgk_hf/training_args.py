@@ -4,6 +4,8 @@ from dataclasses import dataclass, field
 
 from transformers import TrainingArguments
 
+from .sets import check_k
+
 
 @dataclass
 class AvgKTrainingArguments(TrainingArguments):
@@ -41,3 +43,31 @@ class AvgKTrainingArguments(TrainingArguments):
     include_for_metrics: list[str] = field(
         default_factory=lambda: ["loss"], metadata={"help": "Leave as it is: the evaluation loss is averaged from it."}
     )
+
+    def __post_init__(self) -> None:
+        """As in the base class, after refusing values that could only fail later."""
+        if not isinstance(self.calibrate_k, (list, tuple)):
+            raise ValueError(f"calibrate_k={self.calibrate_k!r} must be a list of numbers, e.g. `[1, 2, 5]`.")
+        for k in self.calibrate_k:
+            try:
+                check_k(k)
+            except ValueError as error:
+                raise ValueError(f"calibrate_k={self.calibrate_k!r}: {error}") from None
+        patience = self.early_stopping_patience
+        if patience is not None and (isinstance(patience, bool) or not isinstance(patience, int) or patience < 1):
+            raise ValueError(
+                f"early_stopping_patience={patience!r} must be a whole number of at least 1, or left out for none."
+            )
+        metric = self.metric_for_best_model
+        if metric is not None and (not isinstance(metric, str) or not metric):
+            raise ValueError(f"metric_for_best_model={metric!r} must name a metric, e.g. 'average_k_accuracy'.")
+        for name in ("greater_is_better", "remove_unused_columns"):
+            if getattr(self, name) not in (True, False, None):
+                raise ValueError(f"{name}={getattr(self, name)!r} must be true or false.")
+        if self.batch_eval_metrics is not True:
+            raise ValueError(f"batch_eval_metrics={self.batch_eval_metrics!r} must stay true: leave the field out.")
+        if "loss" not in (self.include_for_metrics or ()):
+            raise ValueError(
+                f"include_for_metrics={self.include_for_metrics!r} must hold 'loss': leave the field out, or add it."
+            )
+        super().__post_init__()
