@@ -3,6 +3,7 @@
 import difflib
 import functools
 import math
+import re
 from dataclasses import field
 from typing import Any
 
@@ -10,7 +11,7 @@ from huggingface_hub.dataclasses import strict
 from huggingface_hub.errors import StrictDataclassError
 from transformers import PreTrainedConfig
 
-from .sets import HEADS, SCORES, check_k, k_key, stored_head, stored_threshold
+from .sets import HEADS, SCORES, check_k, is_number, k_key, stored_head, stored_threshold
 
 INSTALLED = __name__.startswith("avgk_hf.")  # False where this file was loaded as remote code
 AUTO_MAP = {
@@ -86,6 +87,7 @@ class AvgKConfig(PreTrainedConfig):
             for name in ("auto_map", "custom_pipelines"):  # to_diff_dict writes both, so a config reads back equal
                 kwargs.pop(name, None)
         own = [name for name in AvgKConfig.__annotations__ if name not in PreTrainedConfig.__annotations__]
+        own += ["num_labels", "id2label", "label2id"]
         for name in kwargs:  # any other name is kept as an attribute, as transformers does
             near = difflib.get_close_matches(name.lower(), own, n=1, cutoff=0.75)
             if near and not hasattr(PreTrainedConfig, name):
@@ -96,7 +98,7 @@ class AvgKConfig(PreTrainedConfig):
             if getattr(self, name) not in allowed:
                 raise ValueError(f"config.{name}={getattr(self, name)!r} is unknown; choose one of {list(allowed)}.")
         for name in ("alpha", "beta", "epsilon", "role_lambda", "theta_lr"):
-            if isinstance(getattr(self, name), bool) or not 0 <= getattr(self, name) < math.inf:
+            if not is_number(getattr(self, name)) or not 0 <= getattr(self, name) < math.inf:
                 raise ValueError(f"config.{name}={getattr(self, name)!r} must be a finite number >= 0, e.g. 1.0.")
         if self.score == "sigmoid":
             self.problem_type = "multi_label_classification"  # the stock pipeline then applies the sigmoid too
@@ -120,7 +122,7 @@ class AvgKConfig(PreTrainedConfig):
                 check_k(float(key), self.num_labels)
             except ValueError as error:
                 raise ValueError(f"config.{field_name} has the key {key!r}: {error}") from None
-            if isinstance(lambda_val, bool) or not math.isfinite(lambda_val):
+            if not is_number(lambda_val) or math.isinf(lambda_val):
                 reason = "is not a finite number"
             elif self.score != "logit" and not 0 <= lambda_val <= 1:
                 reason = f"is no probability, and score={self.score!r} gives probabilities"
@@ -188,7 +190,9 @@ def _readable(init: Any) -> Any:
         try:
             init(self, *args, **kwargs)
         except StrictDataclassError as error:
-            raise ValueError(f"config of {type(self).__name__}: {' '.join(str(error).split())}") from None
+            name = re.search(r"'(\w+)'", str(error))[1]
+            reason = str(error.__cause__ or error).partition(" Errors: ")[0]
+            raise ValueError(f"config.{name}={kwargs.get(name)!r} is of the wrong type: {reason}") from None
 
     return wrapped
 

@@ -187,11 +187,7 @@ def _row(k: str, suffix: str, metrics: dict[str, float]) -> dict[str, str]:
 
 
 def _text(value: Any) -> str:
-    """A value that stays text in the card, on its line and in its cell, whatever a name holds.
-
-    >>> _text("x\\n# <b>|")
-    'x # \\\\<b\\\\>\\\\|'
-    """
+    """A value that stays text in the card, on its line and in its cell, whatever a name holds."""
     line = " ".join("".join(c if c.isprintable() else " " for c in str(value)).split())
     return re.sub(r"([\\`*<>|\[\]])", r"\\\1", line)
 

@@ -125,10 +125,17 @@ def k_key(k: float) -> str:
     return str(int(k)) if float(k).is_integer() else str(float(k))
 
 
+def is_number(value: Any) -> bool:
+    """Whether a value is an int or float that is not NaN; a truth value or an int that no float can hold is none."""
+    if isinstance(value, float):
+        return not math.isnan(value)
+    return isinstance(value, int) and not isinstance(value, bool) and abs(value) < 2**1023
+
+
 def check_k(k: float, num_labels: int | None = None) -> float:
     """Return `k` if it is a usable average set size, a finite number in [1, L), and raise otherwise."""
     below = math.inf if num_labels is None else num_labels
-    if isinstance(k, bool) or not isinstance(k, (int, float)) or not math.isfinite(k) or not 1 <= k < below:
+    if not is_number(k) or not 1 <= k < below:
         classes = "" if num_labels is None else f" for {num_labels} classes"
         raise ValueError(
             f"k={k!r} must be a number in [1, {'L' if num_labels is None else num_labels}){classes}: the average "
@@ -164,7 +171,8 @@ class AverageKThreshold:
             raise ValueError("ks is empty: give at least one average set size, e.g. `ks=[5]`.")
         if isinstance(num_examples, bool) or not isinstance(num_examples, (int, np.integer)) or num_examples < 1:
             raise ValueError(
-                f"num_examples={num_examples!r}: a threshold needs at least one image to calibrate on; give their number."
+                f"num_examples={num_examples!r}: a threshold needs at least one image to calibrate on: give a"
+                " whole number."
             )
         self.num_examples = num_examples
         self.num_seen = 0
@@ -317,7 +325,7 @@ def predict_sets(scores: Tensor | np.ndarray, lambda_val: float, min_size: int =
                 [ True, False]])
     """
     scores = _score_matrix(scores).float()
-    if isinstance(lambda_val, bool) or not isinstance(lambda_val, (int, float)) or math.isnan(lambda_val):
+    if not is_number(lambda_val):
         raise ValueError(f"lambda_val={lambda_val!r} is not a number; take it from `average_k_threshold(scores, k)`.")
     if isinstance(min_size, bool) or not isinstance(min_size, int) or not 0 <= min_size <= scores.shape[1]:
         raise ValueError(
@@ -448,7 +456,7 @@ class SetStatistics:
 
 
 def _check_lambda(lambda_val: Any, k: float) -> None:
-    if isinstance(lambda_val, bool) or not isinstance(lambda_val, (int, float)) or math.isnan(lambda_val):
+    if not is_number(lambda_val):
         raise ValueError(
             f"thresholds[{k_key(k)}]={lambda_val!r} is not a number; take it from `average_k_threshold(scores, k)`."
         )

@@ -30,7 +30,7 @@ from .data.transforms import AUGMENTATIONS
 from .model_card import hyperparameters, plain_metrics
 from .modeling import AvgKForImageClassification
 from .plots import set_size_histogram
-from .sets import HEADS, SCORES, SHOTS, check_k, k_key
+from .sets import HEADS, SCORES, SHOTS, check_k, is_number, k_key
 from .trainer import AvgKTrainer
 from .training_args import AvgKTrainingArguments
 
@@ -72,7 +72,7 @@ class ModelArguments:
             if value is not None and not 1 <= value <= most:
                 raise ValueError(f"{name}={value!r} must be a whole number in [1, {most}], e.g. `{name}: 3`.")
         for name in ("alpha", "beta", "epsilon", "role_lambda", "theta_lr"):
-            if not 0 <= getattr(self, name) < math.inf:
+            if not is_number(getattr(self, name)) or not 0 <= getattr(self, name) < math.inf:
                 raise ValueError(f"{name}={getattr(self, name)!r} must be a finite number >= 0, e.g. `{name}: 1.0`.")
 
 
@@ -285,7 +285,8 @@ def run(
     empty = [classes[i] for i in np.flatnonzero(counts["train"] == 0)]
     if empty:
         logger.warning(
-            f"{len(empty)} of {len(classes)} classes have no training image, e.g. {empty[0]!r}: they count as few shot."
+            f"{len(empty)} of {len(classes)} classes have no training image, e.g. {empty[0]!r}: they count as few"
+            " shot."
         )
     train, validation = used["train"], used["validation"]
     # a local folder goes into config and card by its name only: they are made to be shared

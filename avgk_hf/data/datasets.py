@@ -74,8 +74,8 @@ def load_splits(
         except Exception as error:  # of arrow, for a column of another type
             reason = " ".join(str(error).split())
             raise ValueError(
-                f"dataset {dataset!r}, split {name!r}: {image_column!r} or {label_column!r} cannot be read as images and"
-                f" classes ({reason}); name the right columns with `image_column:` and `label_column:`."
+                f"dataset {dataset!r}, split {name!r}: {image_column!r} or {label_column!r} cannot be read as images"
+                f" and classes ({reason}); name the right columns with `image_column:` and `label_column:`."
             ) from error
     return DatasetDict(contract)
 
@@ -93,8 +93,8 @@ def _check_parquet(files: Iterable[Path], label_column: str) -> None:
             first = first or (file, feature.names)
             if feature.names != first[1]:
                 raise ValueError(
-                    f"{file} and {first[0]} have different classes in the column {label_column!r}; write all splits with"
-                    " the same ClassLabel, or the class names as text."
+                    f"{file} and {first[0]} have different classes in the column {label_column!r}; write all splits"
+                    " with the same ClassLabel, or the class names as text."
                 )
 
 
@@ -115,8 +115,8 @@ def _class_names(splits: DatasetDict, dataset: str, image_column: str, label_col
         return list(dict.fromkeys(name for feature in features for name in feature.names))
     if not all(isinstance(feature, Value) for feature in features):
         raise ValueError(
-            f"dataset {dataset!r}: the column {label_column!r} holds {features[0]} in one split, neither text nor whole"
-            " numbers from 0 in all of them; one class for each image is needed."
+            f"dataset {dataset!r}: the column {label_column!r} holds {features[0]} in one split, neither text nor"
+            " whole numbers from 0 in all of them; one class for each image is needed."
         )
     labels = [label for split in splits.values() for label in split.unique(label_column)]
     if any(label is None for label in labels):
@@ -130,8 +130,8 @@ def _class_names(splits: DatasetDict, dataset: str, image_column: str, label_col
         )
     if max(labels) >= MOST_CLASSES:
         raise ValueError(
-            f"dataset {dataset!r}: the column {label_column!r} holds {max(labels)}, and whole numbers count the classes"
-            " from 0; write class names as text."
+            f"dataset {dataset!r}: the column {label_column!r} holds {max(labels)}, and whole numbers count the"
+            " classes from 0; write class names as text."
         )
     return [str(label) for label in range(max(labels) + 1)]
 

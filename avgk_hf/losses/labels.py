@@ -5,6 +5,8 @@ import math
 import torch
 from torch import Tensor
 
+from ..sets import is_number
+
 
 def check_labels(labels: Tensor, logits: Tensor) -> None:
     """Refuse labels that are not one class id in [0, L) per image, and logits that are no (B, L) matrix.
@@ -41,7 +43,7 @@ def check_labels(labels: Tensor, logits: Tensor) -> None:
 
 def check_weight(name: str, value: float) -> float:
     """Return a hyperparameter that is a finite number >= 0, and raise otherwise."""
-    if isinstance(value, bool) or not isinstance(value, (int, float)) or not 0 <= value < math.inf:
+    if not is_number(value) or not 0 <= value < math.inf:
         raise ValueError(f"{name}={value!r} must be at least 0 and finite, e.g. 1.0.")
     return value
 

@@ -18,7 +18,7 @@ import numpy as np
 import pyarrow as pa
 import torch
 
-from avgk_hf.sets import SCORES, AverageKThreshold, SetStatistics, check_k
+from avgk_hf.sets import SCORES, AverageKThreshold, SetStatistics, check_k, is_number
 
 KINDS = ("scores", *SCORES)
 ROWS = 1024  # images scored and stored at a time: no second n x L matrix, and Arrow's 32-bit offsets do not overflow
@@ -291,7 +291,7 @@ def _arguments(
 
 
 def _number(name: str, value: Any) -> float:
-    if isinstance(value, bool) or not isinstance(value, (int, float)) or math.isnan(value):
+    if not is_number(value):
         raise ValueError(f"{name}={value!r} is not a number; take it from `avgk_hf.average_k_threshold(scores, k)`.")
     return value
 
