@@ -16,7 +16,8 @@ from transformers import AutoImageProcessor, AutoModelForImageClassification, Pr
 
 from . import auto  # noqa: F401  (makes the Auto classes know the model)
 from .configuration import read_json
-from .data import align_labels, prepare
+from .data import align_labels, prepare, skip_bad_images
+from .data.datasets import ON_BAD_IMAGE
 from .data.transforms import ImageTransform, ProcessorTransform
 from .modeling import AvgKForImageClassification, check_folder, replacing
 from .sets import SetStatistics, check_k, k_key, score, stored_threshold
@@ -90,6 +91,7 @@ def evaluate(
     batch_size: int = 64,
     num_workers: int = 0,
     dataset_name: str | None = None,
+    on_bad_image: str = "error",
 ) -> dict[str, float]:
     """Evaluate a classifier on one split of `load_splits`, in one streaming pass.
 
@@ -101,10 +103,21 @@ def evaluate(
         batch_size: Images per forward pass.
         num_workers: Processes that read images.
         dataset_name: For the calibration record.
+        on_bad_image: `"error"` refuses an image that cannot be read, `"skip"` leaves it out and counts it.
 
     Returns:
-        The metrics, as `AvgKTrainer.evaluate` names them, without prefix.
+        The metrics, as `AvgKTrainer.evaluate` names them, without prefix; with `on_bad_image="skip"` also the number
+        of images `skipped`.
     """
+    for option, value, least in (("batch_size", batch_size, 1), ("num_workers", num_workers, 0)):
+        if isinstance(value, bool) or not isinstance(value, int) or value < least:
+            raise ValueError(f"{option}={value!r} must be a whole number of at least {least}.")
+    if on_bad_image not in ON_BAD_IMAGE:
+        raise ValueError(f"on_bad_image={on_bad_image!r} is unknown; choose one of {list(ON_BAD_IMAGE)}.")
+    skipped = {}
+    if on_bad_image == "skip":  # before anything is computed, because the threshold depends on the number of images
+        dataset, number = skip_bad_images(dataset, str(dataset.split or dataset_name or "the dataset"), num_workers)
+        skipped = {"skipped": number}
     dataset = align_labels(dataset, model.config)
     ks = list(k) or [float(key) for key in getattr(model.config, "thresholds", None) or {}]
     if not calibrate:
@@ -112,7 +125,8 @@ def evaluate(
         for size in ks:
             stored_threshold(model.config, size)  # refuses one that is not calibrated
     if not isinstance(model, AvgKForImageClassification):
-        return _evaluate_foreign(model, dataset, ks, calibrate, batch_size, num_workers, dataset_name)
+        metrics = _evaluate_foreign(model, dataset, ks, calibrate, batch_size, num_workers, dataset_name)
+        return {**metrics, **skipped}
     with tempfile.TemporaryDirectory() as folder:
         args = AvgKTrainingArguments(
             output_dir=folder,
@@ -126,7 +140,7 @@ def evaluate(
             model=model, args=args, eval_dataset=prepare(dataset, model.config), dataset_name=dataset_name
         )
         metrics = trainer.evaluate(calibrate=calibrate)
-    return {name.removeprefix("eval_"): value for name, value in metrics.items()}
+    return {**{name.removeprefix("eval_"): value for name, value in metrics.items()}, **skipped}
 
 
 def _evaluate_foreign(

@@ -39,6 +39,12 @@ def build_parser() -> argparse.ArgumentParser:
         command.add_argument("--batch-size", type=int, default=64, help="images per forward pass (%(default)s)")
         command.add_argument("--workers", type=int, default=0, help="processes that read images (%(default)s)")
         command.add_argument("--seed", type=int, default=0, help="seed of generated glyphs (%(default)s)")
+        command.add_argument(
+            "--on-bad-image",
+            choices=("error", "skip"),
+            default="error",
+            help="refuse an image that cannot be read, or leave it out and count it (%(default)s)",
+        )
         command.add_argument("--json", action="store_true", help="print the metrics as JSON")
         if name == "calibrate":
             command.add_argument("--out", help="folder for the calibrated model (default: write to MODEL)")
@@ -102,7 +108,9 @@ def run_evaluate(args: argparse.Namespace) -> None:
     if args.split not in splits:
         raise ValueError(f"the dataset {args.dataset!r} has no split {args.split!r}, only {list(splits)}: --split.")
     name = Path(args.dataset).name if Path(args.dataset).exists() else args.dataset
-    metrics = evaluate(model, splits[args.split], args.k, calibrate, args.batch_size, args.workers, name)
+    metrics = evaluate(
+        model, splits[args.split], args.k, calibrate, args.batch_size, args.workers, name, args.on_bad_image
+    )
     if os.environ.get("RANK", "0") != "0":  # of several processes, started by accelerate or torchrun, the first writes
         return
     text = json.dumps(metrics, indent=2)
@@ -196,6 +204,12 @@ def _terminate(*_: object) -> None:
     raise Terminated
 
 
+def _one_line(error: Exception) -> str:
+    """The message of an error; one that a loader's process raised is the last line of the traceback it sent."""
+    lines = str(error).strip().splitlines() or [type(error).__name__]
+    return lines[-1].partition(": ")[2] if "Traceback (most recent call last)" in str(error) else " ".join(lines)
+
+
 def main(arguments: list[str] | None = None) -> int:
     """Entry point of `avgk`; returns the exit code."""
     arguments = sys.argv[1:] if arguments is None else arguments
@@ -213,7 +227,7 @@ def main(arguments: list[str] | None = None) -> int:
     except (ValueError, OSError, ImportError) as error:
         if os.environ.get("AVGK_DEBUG"):
             raise
-        print(f"avgk {args.command}: {error}", file=sys.stderr)
+        print(f"avgk {args.command}: {_one_line(error)}", file=sys.stderr)
         return 2
     finally:
         if main_thread:

@@ -1,8 +1,11 @@
 """`AvgKConfig`: everything that makes a saved folder a set-valued classifier, thresholds included."""
 
+import difflib
+import functools
 import json
 import math
 import os
+import re
 from dataclasses import field
 from pathlib import Path
 from typing import Any
@@ -11,7 +14,7 @@ from huggingface_hub.dataclasses import strict
 from huggingface_hub.errors import StrictDataclassError
 from transformers import PreTrainedConfig
 
-from .sets import HEADS, SCORES, check_k, k_key, stored_head, stored_threshold
+from .sets import HEADS, SCORES, check_k, is_number, k_key, stored_head, stored_threshold
 
 INSTALLED = __name__.startswith("avgk_hf.")  # False where this file was loaded as remote code
 AUTO_MAP = {
@@ -90,18 +93,27 @@ class AvgKConfig(PreTrainedConfig):
         if INSTALLED:  # the registered classes and pipeline serve; remote code would ask for trust_remote_code
             for name in ("auto_map", "custom_pipelines"):  # to_diff_dict writes both, so a config reads back equal
                 kwargs.pop(name, None)
+        own = [name for name in AvgKConfig.__annotations__ if name not in PreTrainedConfig.__annotations__]
+        own += ["num_labels", "id2label", "label2id"]
+        for name in kwargs:  # any other name is kept as an attribute, as transformers does
+            near = difflib.get_close_matches(name.lower(), own, n=1, cutoff=0.75)
+            if near and not hasattr(PreTrainedConfig, name):
+                raise ValueError(f"config.{name} is no field of AvgKConfig. Did you mean {near[0]!r}?")
         super().__post_init__(**kwargs)
+        check_k(self.k)
         choices = {"objective": OBJECTIVES, "candidate_scope": SCOPES, "score": SCORES, "head": (*HEADS, "auto")}
         for name, allowed in choices.items():
             if getattr(self, name) not in allowed:
                 raise ValueError(f"config.{name}={getattr(self, name)!r} is unknown; choose one of {list(allowed)}.")
         for name in ("alpha", "beta", "epsilon", "role_lambda", "theta_lr"):
-            if not math.isfinite(getattr(self, name)) or getattr(self, name) < 0:
+            if not is_number(getattr(self, name)) or not 0 <= getattr(self, name) < math.inf:
                 raise ValueError(f"config.{name}={getattr(self, name)!r} must be a finite number >= 0, e.g. 1.0.")
         if self.score == "sigmoid":
             self.problem_type = "multi_label_classification"  # the stock pipeline then applies the sigmoid too
         if self.train_counts is not None and len(self.train_counts) != self.num_labels:
             raise ValueError(f"config.train_counts has {len(self.train_counts)} values for {self.num_labels} classes.")
+        if any(isinstance(count, bool) or count < 0 for count in self.train_counts or ()):
+            raise ValueError(f"config.train_counts={self.train_counts!r} must hold whole numbers >= 0.")
         self._check_thresholds("thresholds", self.thresholds)
         for head, thresholds in self.head_thresholds.items():
             if head not in HEADS:
@@ -118,11 +130,16 @@ class AvgKConfig(PreTrainedConfig):
                 check_k(float(key), self.num_labels)
             except ValueError as error:
                 raise ValueError(f"config.{field_name} has the key {key!r}: {error}") from None
-            if isinstance(lambda_val, bool) or not math.isfinite(lambda_val):
-                raise ValueError(
-                    f"config.{field_name}[{key!r}]={lambda_val!r} is not a finite number. Calibrate the model again"
-                    " with `avgk calibrate MODEL DATASET`."
-                )
+            if not is_number(lambda_val) or math.isinf(lambda_val):
+                reason = "is not a finite number"
+            elif self.score != "logit" and not 0 <= lambda_val <= 1:
+                reason = f"is no probability, and score={self.score!r} gives probabilities"
+            else:
+                continue
+            raise ValueError(
+                f"config.{field_name}[{key!r}]={lambda_val!r} {reason}. Calibrate the model again with `avgk calibrate"
+                " MODEL DATASET`."
+            )
 
     @classmethod
     def from_dict(cls, config_dict: dict[str, Any], **kwargs: Any) -> "AvgKConfig":
@@ -193,6 +210,24 @@ class AvgKConfig(PreTrainedConfig):
     def clear_calibration(self) -> None:
         """Forget the thresholds, because the weights or the classes they belong to have changed."""
         self.thresholds, self.heads, self.head_thresholds, self.calibration = {}, {}, {}, None
+
+
+def _readable(init: Any) -> Any:
+    """`__init__` whose refusal of a type is one line, as for every other wrong value."""
+
+    @functools.wraps(init)
+    def wrapped(self: AvgKConfig, *args: Any, **kwargs: Any) -> None:
+        try:
+            init(self, *args, **kwargs)
+        except StrictDataclassError as error:
+            name = re.search(r"'(\w+)'", str(error))[1]
+            reason = str(error.__cause__ or error).partition(" Errors: ")[0]
+            raise ValueError(f"config.{name}={kwargs.get(name)!r} is of the wrong type: {reason}") from None
+
+    return wrapped
+
+
+AvgKConfig.__init__ = _readable(AvgKConfig.__init__)
 
 
 def _plain(thresholds: dict[float, float]) -> dict[str, float]:

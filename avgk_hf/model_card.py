@@ -1,5 +1,8 @@
 """The model card: what the model returns, how to call it, and how well it does."""
 
+import json
+import re
+import shlex
 from pathlib import Path
 from typing import Any
 
@@ -114,8 +117,9 @@ def render_card(
     return ModelCard.from_template(
         card_data,
         template_path=str(TEMPLATE),
-        model_name=repo.split("/")[-1],
-        repo=repo,
+        model_name=_text(repo.split("/")[-1]),
+        repo=json.dumps(repo, ensure_ascii=False),
+        shell_repo=shlex.quote(repo) if repo.isprintable() and "`" not in repo else "MODEL",
         k=own_k,
         ks=", ".join(ks),
         num_labels=config.num_labels,
@@ -123,10 +127,13 @@ def render_card(
         rows=rows,
         sizes=shares[:20],
         top1=_percent(metrics["top1_accuracy"]) if metrics else "",
-        calibration=config.calibration,
+        calibration={
+            name: _text(value) if isinstance(value, str) else value
+            for name, value in (config.calibration or {}).items()
+        },
         method=CALIBRATED if calibrated_only else METHODS[config.objective],
-        dataset=dataset or "not stated",
-        hyperparameters=hyperparameters,
+        dataset=_text(dataset or "not stated"),
+        hyperparameters={_text(name): _text(value) for name, value in hyperparameters.items()},
     )
 
 
@@ -198,6 +205,12 @@ def _row(k: str, suffix: str, metrics: dict[str, float]) -> dict[str, str]:
         "lambda_val": f"{metrics['lambda_val' + suffix]:.6f}",
         **{name: percent(f"{name}_shot_accuracy") for name in ("few", "medium", "many")},
     }
+
+
+def _text(value: Any) -> str:
+    """A value that stays text in the card, on its line and in its cell, whatever a name holds."""
+    line = " ".join("".join(c if c.isprintable() else " " for c in str(value)).split())
+    return re.sub(r"([\\`*<>|\[\]])", r"\\\1", line)
 
 
 def _percent(value: float) -> str:

@@ -132,7 +132,11 @@ class AvgKForImageClassification(PreTrainedModel):
             config_fields: Further fields of `AvgKConfig`, e.g. `alpha=5.0` or `id2label={0: "oak", 1: "elm"}`.
         """
         if "id2label" in config_fields:
-            config_fields.setdefault("label2id", {label: i for i, label in config_fields["id2label"].items()})
+            labels = config_fields["id2label"]
+            if len(set(labels.values())) < len(labels):
+                twice = next(label for label in labels.values() if list(labels.values()).count(label) > 1)
+                raise ValueError(f"id2label names two classes {twice!r}: give every class a name of its own.")
+            config_fields.setdefault("label2id", {label: i for i, label in labels.items()})
         elif num_labels is None:
             raise ValueError("from_timm needs the number of classes: pass `num_labels=` or `id2label=`.")
         else:
@@ -266,6 +270,7 @@ class AvgKForImageClassification(PreTrainedModel):
             return_dict: False for a plain tuple.
             kwargs: Ignored, so that callers may pass what other models take.
         """
+        self._check_pixels(pixel_values)
         pixel_values = self._match_channels(pixel_values.to(self.device, self.dtype))
         hidden_states = None
         if output_hidden_states if output_hidden_states is not None else self.config.output_hidden_states:
@@ -282,6 +287,22 @@ class AvgKForImageClassification(PreTrainedModel):
             output = AvgKOutput(loss=self._objective()(output, labels, index), **output)
         return_dict = self.config.return_dict if return_dict is None else return_dict
         return output if return_dict else output.to_tuple()
+
+    def _check_pixels(self, pixel_values: Tensor) -> None:
+        """Refuse what is no batch of prepared images."""
+        wanted = self.config.model_args.get("in_chans", 3)
+        remedy = "Prepare images with `avgk_hf.prepare` or the image processor of the model."
+        if not isinstance(pixel_values, Tensor):
+            raise ValueError(f"pixel_values of type {type(pixel_values).__name__}: expected a tensor. {remedy}")
+        if pixel_values.ndim != 4:
+            raise ValueError(
+                f"pixel_values of shape {tuple(pixel_values.shape)}: expected (images, channels, height, width), so"
+                f" `pixel_values[None]` for one image. {remedy}"
+            )
+        if not pixel_values.is_floating_point():
+            raise ValueError(f"pixel_values of type {pixel_values.dtype} are not normalised. {remedy}")
+        if pixel_values.shape[1] != wanted and {pixel_values.shape[1], wanted} != {1, 3}:
+            raise ValueError(f"pixel_values with {pixel_values.shape[1]} channels: the model takes {wanted}. {remedy}")
 
     def _match_channels(self, pixel_values: Tensor) -> Tensor:
         given, wanted = pixel_values.shape[1], self.config.model_args.get("in_chans", 3)
@@ -309,9 +330,20 @@ class AvgKForImageClassification(PreTrainedModel):
         head = self.config.head_for(k)
         was_training = self.training
         self.eval()
-        with torch.no_grad():
-            output = self(pixel_values, return_dict=True)
-        self.train(was_training)
+        try:
+            with torch.no_grad():
+                output = self(pixel_values, return_dict=True)
+        except (RuntimeError, AssertionError) as error:
+            size = (self.config.pretrained_cfg.get("input_size") or pixel_values.shape[1:])[1:]
+            if tuple(size) == tuple(pixel_values.shape[2:]):
+                raise
+            reason = " ".join(str(error).split())
+            raise ValueError(
+                f"pixel_values of shape {tuple(pixel_values.shape)} do not fit {self.config.architecture} ({reason});"
+                f" resize the images to {size[0]} x {size[1]}."
+            ) from error
+        finally:
+            self.train(was_training)
         return head_scores(output.logits, output.sccp_logits, head, self.config.score)
 
     def predict_sets(

@@ -89,7 +89,9 @@ def model_sheet(model: AvgKForImageClassification, dataset: Dataset, path: str |
 
 
 def _short(name: str, most: int = 26) -> str:
-    return name if len(name) <= most else name[: most - 1] + "…"
+    """A name as it can be drawn: matplotlib would read `$` as mathematics."""
+    name = "".join(c if c.isprintable() else " " for c in name)
+    return (name if len(name) <= most else name[: most - 1] + "…").replace("$", r"\$")
 
 
 def set_size_histogram(counts: dict[str, Sequence[int]], path: str | Path, title: str = "Set sizes on test") -> None:
@@ -110,7 +112,15 @@ def set_size_histogram(counts: dict[str, Sequence[int]], path: str | Path, title
         hatch, grey = MARKS[i % len(MARKS)]
         mean = np.average(np.arange(len(series)), weights=series) if sum(series) else 0.0
         places = np.arange(longest) + (i - (len(counts) - 1) / 2) * width
-        axis.bar(places, share, width, label=f"{name} (mean {mean:.2f})", color=grey, edgecolor="black", hatch=hatch)
+        axis.bar(
+            places,
+            share,
+            width,
+            label=f"{_short(name, 60)} (mean {mean:.2f})",
+            color=grey,
+            edgecolor="black",
+            hatch=hatch,
+        )
     axis.set(xlabel="classes in the set", ylabel="share of images", title=title)
     axis.xaxis.get_major_locator().set_params(integer=True)
     axis.legend(frameon=False)
@@ -131,7 +141,7 @@ def accuracy_curve(curves: dict[str, dict[float, float]], path: str | Path) -> N
         style, marker = LINES[i % len(LINES)]
         grey = str(0.15 * (i % 4))
         axis.plot(list(curve), [100 * v for v in curve.values()], linestyle=style, marker=marker, color=grey,
-                  markersize=4, label=name)  # fmt: skip
+                  markersize=4, label=_short(name, 60))  # fmt: skip
     axis.set(xlabel="K, average set size on validation", ylabel="average-K accuracy on test (%)")
     axis.xaxis.get_major_locator().set_params(integer=True)
     axis.grid(alpha=0.3)

@@ -34,16 +34,67 @@ HEADS = ("ml", "sccp", "mean")
 SHOTS = {"few": (0, 20), "medium": (20, 101), "many": (101, math.inf)}  # training images of a class: [low, high)
 
 
+def check_finite(logits: Tensor, first: int = 0) -> None:
+    """Refuse logits (n, L) that are NaN or infinite, with the numbers of their images.
+
+    One sum over the batch decides; the images are looked for only when it fails.
+
+    Args:
+        logits: Output of one head, (n, L).
+        first: Number of the first image, for the message.
+
+    Example:
+        >>> check_finite(torch.tensor([[0.0, 1.0], [math.inf, 0.0]]), first=64)  # doctest: +ELLIPSIS
+        Traceback (most recent call last):
+        ...
+        ValueError: the logits of image(s) 65 are NaN or infinite: no set can be predicted from them. ...
+    """
+    wide = torch.float32 if logits.device.type == "mps" else torch.float64  # where no sum of float32 overflows
+    if math.isfinite(logits.detach().sum(dtype=wide).item()):
+        return
+    broken = (~logits.isfinite()).reshape(len(logits), -1).any(1).nonzero()[:, 0].tolist() if logits.ndim else [0]
+    if not broken:  # finite logits whose sum is not
+        return
+    numbers = ", ".join(str(first + row) for row in broken[:5]) + ", ..." * (len(broken) > 5)
+    raise ValueError(
+        f"the logits of image(s) {numbers} are NaN or infinite: no set can be predicted from them. Look for NaN among"
+        " the pixels; if there is none the training diverged, and a lower learning rate, or bf16 or float32 in place"
+        " of float16, usually cures it."
+    )
+
+
+def _score_matrix(scores: Any) -> Tensor:
+    """Scores as a tensor, after refusing what is no (images, classes) matrix of real numbers."""
+    try:
+        scores = torch.as_tensor(scores)
+    except (TypeError, ValueError, RuntimeError, OverflowError) as error:
+        reason = str(error).splitlines()[0]
+        raise ValueError(
+            f"scores of type {type(scores).__name__} are no matrix of numbers ({reason}): give a tensor or an array of"
+            " shape (images, classes)."
+        ) from None
+    if scores.is_complex() or scores.dtype == torch.bool:
+        raise ValueError(f"scores of type {scores.dtype}: expected real numbers; convert them with `scores.float()`.")
+    if scores.ndim != 2:
+        raise ValueError(
+            f"scores of shape {tuple(scores.shape)}: expected (images, classes); write `scores[None]` for one image."
+        )
+    return scores
+
+
 def score(logits: Tensor, kind: str = "softmax") -> Tensor:
     """Turn logits (n, L) into the float32 scores (n, L) that are thresholded.
 
     Half-precision logits are widened *before* the softmax: probabilities rounded to bfloat16 tie so often that the
-    mean set size leaves K.
+    mean set size leaves K. NaN and infinite logits are refused.
 
     Args:
         logits: Output of one head, (n, L).
         kind: `"softmax"`, `"sigmoid"` or `"logit"`.
     """
+    if kind not in SCORES:
+        raise ValueError(f"score={kind!r} is unknown; choose one of {list(SCORES)}.")
+    check_finite(logits)
     return SCORES[kind](logits.float())
 
 
@@ -56,6 +107,8 @@ def head_scores(logits: Tensor, sccp_logits: Tensor | None, head: str = "ml", ki
         head: `"ml"`, `"sccp"` or `"mean"`.
         kind: As in `score`.
     """
+    if head not in HEADS:
+        raise ValueError(f"head={head!r} is unknown; choose one of {list(HEADS)}.")
     if head != "ml" and sccp_logits is None:
         raise ValueError(f"head={head!r} needs the SCCP head, and this model has none: use `head='ml'`.")
     if head == "mean":
@@ -72,10 +125,17 @@ def k_key(k: float) -> str:
     return str(int(k)) if float(k).is_integer() else str(float(k))
 
 
+def is_number(value: Any) -> bool:
+    """Whether a value is an int or float that is not NaN; a truth value or an int that no float can hold is none."""
+    if isinstance(value, float):
+        return not math.isnan(value)
+    return isinstance(value, int) and not isinstance(value, bool) and abs(value) < 2**1023
+
+
 def check_k(k: float, num_labels: int | None = None) -> float:
     """Return `k` if it is a usable average set size, a finite number in [1, L), and raise otherwise."""
     below = math.inf if num_labels is None else num_labels
-    if isinstance(k, bool) or not isinstance(k, (int, float)) or not math.isfinite(k) or not 1 <= k < below:
+    if not is_number(k) or not 1 <= k < below:
         classes = "" if num_labels is None else f" for {num_labels} classes"
         raise ValueError(
             f"k={k!r} must be a number in [1, {'L' if num_labels is None else num_labels}){classes}: the average "
@@ -109,8 +169,11 @@ class AverageKThreshold:
         self.ks = [check_k(k) for k in ks]
         if not self.ks:
             raise ValueError("ks is empty: give at least one average set size, e.g. `ks=[5]`.")
-        if num_examples < 1:
-            raise ValueError(f"num_examples={num_examples}: a threshold needs at least one image to calibrate on.")
+        if isinstance(num_examples, bool) or not isinstance(num_examples, (int, np.integer)) or num_examples < 1:
+            raise ValueError(
+                f"num_examples={num_examples!r}: a threshold needs at least one image to calibrate on: give a"
+                " whole number."
+            )
         self.num_examples = num_examples
         self.num_seen = 0
         self.num_labels: int | None = None
@@ -122,9 +185,7 @@ class AverageKThreshold:
 
     def update(self, scores: Tensor | np.ndarray) -> None:
         """Take in the scores (b, L) of the next b images."""
-        scores = torch.as_tensor(scores)
-        if scores.ndim != 2:
-            raise ValueError(f"scores of shape {tuple(scores.shape)}: expected (images, classes).")
+        scores = _score_matrix(scores)
         if self.num_labels is None:
             self.num_labels = scores.shape[1]
             for k in self.ks:
@@ -261,7 +322,13 @@ class AverageKThreshold:
                     f" classes: it needs {rank + 1} scores and there are {self.num_examples * self.num_labels}. Use"
                     " more validation images or a smaller k."
                 )
-            lambda_val = float(np.float32(0.5) * (ordered[rank - 1] + ordered[rank]))
+            with np.errstate(invalid="ignore", over="ignore"):  # what comes of infinite scores is refused below
+                lambda_val = float(np.float32(0.5) * (ordered[rank - 1] + ordered[rank]))
+            if not math.isfinite(lambda_val):
+                raise ValueError(
+                    f"the threshold for k={k_key(k)} would be {lambda_val}, between the scores {ordered[rank - 1]} and"
+                    f" {ordered[rank]}: too many scores are infinite. Check the model's logits, or use a smaller k."
+                )
             at_least = len(ordered) - int(np.searchsorted(ordered[::-1], np.float32(lambda_val), side="left"))
             if lambda_val == self._bound:
                 at_least += self._num_ties
@@ -280,6 +347,9 @@ def average_k_threshold(scores: Tensor | np.ndarray, k: float) -> float:
         >>> average_k_threshold(torch.tensor([[4.0, 3.0, 2.0, 1.0]]), k=2)
         2.5
     """
+    scores = _score_matrix(scores)
+    if len(scores) == 0:
+        raise ValueError("scores are empty: a threshold needs at least one image to calibrate on.")
     stream = AverageKThreshold([k], num_examples=len(scores))
     stream.update(scores)
     return stream.compute()[k]
@@ -298,11 +368,16 @@ def predict_sets(scores: Tensor | np.ndarray, lambda_val: float, min_size: int =
         tensor([[ True, False],
                 [ True, False]])
     """
-    scores = torch.as_tensor(scores).float()
-    if isinstance(lambda_val, bool) or not isinstance(lambda_val, (int, float)) or math.isnan(lambda_val):
+    scores = _score_matrix(scores).float()
+    if not is_number(lambda_val):
         raise ValueError(f"lambda_val={lambda_val!r} is not a number; take it from `average_k_threshold(scores, k)`.")
-    if not 0 <= min_size <= scores.shape[-1]:
-        raise ValueError(f"min_size={min_size} must lie in [0, {scores.shape[-1]}], the number of classes.")
+    if isinstance(min_size, bool) or not isinstance(min_size, int) or not 0 <= min_size <= scores.shape[1]:
+        raise ValueError(
+            f"min_size={min_size!r} must be a whole number in [0, {scores.shape[1]}], the number of classes."
+        )
+    if scores.isnan().any():
+        row = scores.isnan().any(1).nonzero()[0].item()
+        raise ValueError(f"NaN among the scores of image {row}: NaN is in no set. Check the logits of the model.")
     sets = scores >= lambda_val  # (n, L)
     if min_size:
         sets.scatter_(-1, scores.topk(min_size, dim=-1).indices, True)
@@ -343,7 +418,10 @@ class SetStatistics:
         thresholds: Mapping[float, float] | None = None,
         train_counts: Iterable[int] | None = None,
     ) -> None:
-        self.ks = list(ks)
+        self.ks = [check_k(k) for k in ks]
+        if thresholds is not None:
+            for k in self.ks:
+                _check_lambda(thresholds.get(k), k)
         self.thresholds = thresholds
         self.train_counts = None if train_counts is None else np.asarray(list(train_counts))
         self.stream = AverageKThreshold(self.ks, num_examples) if thresholds is None else None
@@ -362,8 +440,10 @@ class SetStatistics:
             labels: True classes.
             first: Position of the first of these images among the n; default: they follow those seen before.
         """
-        scores, labels = scores.detach().float(), labels.detach()
-        self.num_labels = scores.shape[-1]
+        scores, labels = _labelled(scores, labels)
+        if self.num_labels not in (0, scores.shape[1]):
+            raise ValueError(f"scores for {scores.shape[1]} classes after scores for {self.num_labels}.")
+        self.num_labels = scores.shape[1]
         own = scores.gather(1, labels[:, None])  # (b, 1)
         # ties are broken by class id, so that constant scores do not count as correct
         lower = torch.arange(scores.shape[1], device=scores.device) < labels[:, None]  # (b, L)
@@ -371,6 +451,11 @@ class SetStatistics:
         new = {"label": labels, "true": own[:, 0], "best": scores.amax(1), "rank": ahead.sum(1)}
         if self.stream is not None:
             self.stream.update(scores)
+        elif new["best"].isnan().any():
+            raise ValueError(
+                f"NaN among the scores of images {self.num_seen} to {self.num_seen + len(labels) - 1}: NaN is in no"
+                " set. Check the logits of the model: a lower learning rate or float32 usually cures it."
+            )
         else:
             new.update({k_key(k): (scores >= self.thresholds[k]).sum(1) for k in self.ks})
         first = self.num_seen if first is None else first
@@ -430,6 +515,31 @@ class SetStatistics:
         return results
 
 
+def _check_lambda(lambda_val: Any, k: float) -> None:
+    if not is_number(lambda_val):
+        raise ValueError(
+            f"thresholds[{k_key(k)}]={lambda_val!r} is not a number; take it from `average_k_threshold(scores, k)`."
+        )
+
+
+def _labelled(scores: Any, labels: Any) -> tuple[Tensor, Tensor]:
+    """Float32 scores (b, L) and int64 labels (b,), each in [0, L); anything else is refused."""
+    scores, labels = _score_matrix(scores).detach().float(), torch.as_tensor(labels).detach()
+    batch, num_labels = scores.shape
+    if labels.shape != (batch,) or labels.dtype.is_floating_point or labels.dtype in (torch.bool, torch.complex64):
+        raise ValueError(
+            f"labels of shape {tuple(labels.shape)} and type {labels.dtype} for {batch} images: expected one class id"
+            " per image, whole numbers."
+        )
+    outside = (labels < 0) | (labels >= num_labels)
+    if outside.any():
+        raise ValueError(
+            f"label {labels[outside][0].item()} lies outside [0, {num_labels}), the classes of the scores: leave out"
+            " images without a label, or check the label column."
+        )
+    return scores, labels.long()
+
+
 def class_means(
     correct: np.ndarray, labels: np.ndarray, num_labels: int, train_counts: np.ndarray | None = None
 ) -> dict[str, float]:
@@ -448,6 +558,11 @@ def class_means(
         >>> class_means(np.array([1, 1, 0]), np.array([0, 0, 1]), 2, np.array([200, 5]))
         {'macro_accuracy': 0.5, 'few_shot_accuracy': 0.0, 'many_shot_accuracy': 1.0}
     """
+    if train_counts is not None and len(train_counts) != num_labels:
+        raise ValueError(
+            f"train_counts has {len(train_counts)} values for {num_labels} classes: give the number of training images"
+            " of each class."
+        )
     seen = np.bincount(labels, minlength=num_labels)
     accuracy = np.bincount(labels, weights=correct, minlength=num_labels) / np.maximum(seen, 1)  # (L,)
     means = {"macro_accuracy": float(accuracy[seen > 0].mean())}

@@ -7,6 +7,7 @@ every one can be overridden on the command line. The same file runs on several p
 
 import difflib
 import json
+import math
 import os
 import shlex
 import sys
@@ -21,18 +22,22 @@ import torch
 import yaml
 from datasets import DatasetDict
 from transformers import EarlyStoppingCallback, HfArgumentParser, set_seed
+from transformers.utils import logging
 
 from . import __version__, auto  # noqa: F401  (auto makes the Auto classes know the model)
 from .configuration import OBJECTIVES, SCOPES
-from .data import load_splits, prepare
+from .data import class_counts, load_splits, prepare, skip_bad_images
+from .data.datasets import ON_BAD_IMAGE
 from .data.transforms import AUGMENTATIONS
 from .model_card import hyperparameters, plain_metrics
 from .modeling import AvgKForImageClassification
 from .plots import set_size_histogram
 from .runs import check_output_dir, where_to_go_on
-from .sets import HEADS, SCORES, SHOTS, k_key
+from .sets import HEADS, SCORES, SHOTS, check_k, is_number, k_key
 from .trainer import AvgKTrainer
 from .training_args import AvgKTrainingArguments
+
+logger = logging.get_logger(__name__)
 
 
 @dataclass
@@ -64,6 +69,18 @@ class ModelArguments:
     score: str = field(default="softmax", metadata={"help": "What is thresholded.", "choices": list(SCORES)})
     head: str = field(default="ml", metadata={"help": "Which head answers.", "choices": [*HEADS, "auto"]})
 
+    def __post_init__(self) -> None:
+        """Refuse a value that could only fail later, by the field's name."""
+        _check_fields(self)
+        check_k(self.k)
+        for name in ("image_size", "in_chans"):
+            value, most = getattr(self, name), {"image_size": 10_000, "in_chans": 1_000}[name]
+            if value is not None and not 1 <= value <= most:
+                raise ValueError(f"{name}={value!r} must be a whole number in [1, {most}], e.g. `{name}: 3`.")
+        for name in ("alpha", "beta", "epsilon", "role_lambda", "theta_lr"):
+            if not is_number(getattr(self, name)) or not 0 <= getattr(self, name) < math.inf:
+                raise ValueError(f"{name}={getattr(self, name)!r} must be a finite number >= 0, e.g. `{name}: 1.0`.")
+
 
 @dataclass
 class DataArguments:
@@ -80,6 +97,36 @@ class DataArguments:
     augmentation: str = field(
         default="none", metadata={"help": "Random changes to training images.", "choices": list(AUGMENTATIONS)}
     )
+    on_bad_image: str = field(
+        default="error",
+        metadata={
+            "help": "Refuse an image that cannot be read, or leave it out and count it.",
+            "choices": list(ON_BAD_IMAGE),
+        },
+    )
+
+    def __post_init__(self) -> None:
+        """Refuse a value that could only fail later, by the field's name."""
+        _check_fields(self)
+        if self.glyphs_seed < 0:
+            raise ValueError(f"glyphs_seed={self.glyphs_seed!r} must be a whole number >= 0, e.g. `glyphs_seed: 0`.")
+
+
+def _check_fields(block: Any) -> None:
+    """Refuse values of another type than the field's, a choice that is not offered, and text that can be no name."""
+    kinds = {"str": str, "int": int, "float": (int, float), "bool": bool}
+    for item in fields(block):
+        value = getattr(block, item.name)
+        kind = str(getattr(item.type, "__name__", item.type)).partition(" | ")[0]
+        wanted, choices = kinds[kind], item.metadata.get("choices")
+        if value is None and item.default is None:
+            continue
+        if not isinstance(value, wanted) or (isinstance(value, bool) and kind != "bool"):
+            raise ValueError(f"{item.name}={value!r} must be of type {kind}; set `{item.name}:` in the recipe.")
+        if choices and value not in choices:
+            raise ValueError(f"{item.name}={value!r} is unknown; choose one of {list(choices)}.")
+        if kind == "str" and (not value.strip() or not value.isprintable()):
+            raise ValueError(f"{item.name}={value!r} is empty or holds control characters; write a plain name.")
 
 
 HYPERPARAMETERS = ("alpha", "beta", "epsilon", "role_lambda", "theta_lr", "candidate_scope", "score", "head")
@@ -100,36 +147,74 @@ def parse_recipe(arguments: list[str]) -> Arguments:
     if not arguments or arguments[0].startswith("-"):
         raise ValueError("name a recipe, e.g. `avgk train recipes/glyphs/avgk.yaml --k 3`.")
     path, overrides = Path(arguments[0]), arguments[1:]
-    if not path.is_file():
-        raise FileNotFoundError(f"there is no recipe {str(path)!r}.")
-    try:
-        recipe = yaml.safe_load(path.read_text())
-    except yaml.YAMLError as error:
-        raise ValueError(f"{path} is not valid YAML: {error}") from None
-    if not isinstance(recipe, dict):
-        raise ValueError(f"{path} must hold `key: value` pairs, but holds {type(recipe).__name__}.")
-    parser = _Parser((ModelArguments, DataArguments, AvgKTrainingArguments), allow_abbrev=False)
-    known = {name for block in parser.dataclass_types for name in (f.name for f in fields(block) if f.init)}
+    recipe = read_recipe(path)
+    blocks = (ModelArguments, DataArguments, AvgKTrainingArguments)
+    known = {item.name for block in blocks for item in fields(block) if item.init}
     flags = [text[2:].split("=")[0].replace("-", "_") for text in overrides if text.startswith("--")]
     for name, place in [*((str(key), str(path)) for key in recipe), *((flag, "the command line") for flag in flags)]:
         if name not in known and not (name.startswith("no_") and name[3:] in known):
-            near = difflib.get_close_matches(name, sorted(known), n=1, cutoff=0.5)
+            near = difflib.get_close_matches(name.lower(), sorted(known), n=1, cutoff=0.5)
             hint = f" Did you mean {near[0]!r}?" if near else " `avgk train --help` lists the fields."
             raise ValueError(f"unknown field {name!r} in {place}.{hint}")
+    for name, value in recipe.items():
+        _check_value(str(name), value, path)
+    parser = _Parser(blocks, allow_abbrev=False)
     return parser.parse_args_into_dataclasses([*_as_flags(recipe), *overrides], look_for_args_file=False)
+
+
+class _Loader(yaml.SafeLoader):
+    """Plain YAML, but a key that occurs twice is refused: which of the two was meant cannot be known."""
+
+    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict:
+        seen = set()
+        for key, _ in node.value:
+            if isinstance(key, yaml.ScalarNode) and key.tag != "tag:yaml.org,2002:merge":
+                if key.value in seen:
+                    raise yaml.constructor.ConstructorError(
+                        None, None, f"the key {key.value!r} occurs twice; keep one of them", key.start_mark
+                    )
+                seen.add(key.value)
+        return super().construct_mapping(node, deep)
+
+
+def read_recipe(path: Path) -> dict[str, Any]:
+    """The `key: value` pairs of a recipe file."""
+    if not path.is_file():
+        raise FileNotFoundError(f"there is no recipe {str(path)!r}; name a YAML file.")
+    try:
+        recipe = yaml.load(path.read_text(encoding="utf-8"), _Loader)  # a SafeLoader: no tag constructs an object
+    except (yaml.YAMLError, ValueError, RecursionError) as error:  # ValueError: not UTF-8, or an impossible date
+        raise ValueError(f"{path} is not valid YAML: {' '.join(str(error).split())}") from None
+    if not isinstance(recipe, dict):
+        found = "nothing" if recipe is None else type(recipe).__name__
+        raise ValueError(f"{path} must hold `key: value` pairs, but holds {found}. See recipes/glyphs/avgk.yaml.")
+    return recipe
+
+
+def _check_value(name: str, value: Any, path: Path) -> None:
+    """Refuse what a flag cannot carry: a mapping or list where one value is wanted, and control characters."""
+    own = {item.name: item for block in (ModelArguments, DataArguments) for item in fields(block)}
+    remedy = f"write `{name}: VALUE` in {path}"
+    if isinstance(value, str) and not value.isprintable():
+        raise ValueError(f"{name}={value!r} holds control characters; {remedy}.")
+    if name in own and name != "model_args" and isinstance(value, (list, dict)):
+        raise ValueError(f"{name}={value!r} is a {type(value).__name__}, but takes one value; {remedy}.")
+    if name in own and own[name].type in (str, str | None) and name != "model_args" and isinstance(value, bool):
+        raise ValueError(f"{name}={value!r} must be text, not a truth value; {remedy}, with quotes if it is a name.")
+    if name == "calibrate_k" and not isinstance(value, (list, int, float, str, type(None))):
+        raise ValueError(f"{name}={value!r} must be a list of numbers, e.g. `{name}: [1, 2, 5]`.")
 
 
 def _as_flags(recipe: dict[str, Any]) -> list[str]:
     """The recipe as command line arguments, so that one parser checks both."""
     flags = []
     for name, value in recipe.items():
-        if value is None:
+        if value is None or value == []:
             continue
-        flags.append(f"--{name}")
         if isinstance(value, list):
-            flags += [str(item) for item in value]
-        else:
-            flags.append(json.dumps(value) if isinstance(value, (dict, bool)) else str(value))
+            flags += [f"--{name}", *(json.dumps(item) if isinstance(item, bool) else str(item) for item in value)]
+        else:  # in one word, because a value may begin with a dash
+            flags.append(f"--{name}={json.dumps(value) if isinstance(value, (dict, bool)) else value}")
     return flags
 
 
@@ -139,6 +224,8 @@ def build_model(arguments: ModelArguments, names: list[str]) -> AvgKForImageClas
         model_args = json.loads(arguments.model_args or "{}")
     except json.JSONDecodeError as error:
         raise ValueError(f"model_args={arguments.model_args!r} is not a mapping in JSON: {error}") from None
+    if not isinstance(model_args, dict):
+        raise ValueError(f"model_args={arguments.model_args!r} is not a mapping in JSON, e.g. `model_args: {{}}`.")
     if arguments.in_chans != 3:
         model_args["in_chans"] = arguments.in_chans
     k = int(arguments.k) if float(arguments.k).is_integer() else arguments.k
@@ -173,7 +260,8 @@ def run(
         splits: The data, where it is loaded already.
 
     Returns:
-        What is written to results.json: the metrics of each split, and the set sizes on test.
+        What is written to results.json: the metrics of each split, the set sizes on test, and how many images were
+        skipped.
     """
     if args.should_save:
         check_output_dir(args.output_dir)
@@ -192,11 +280,28 @@ def run(
                 f"the dataset {data_args.dataset!r} has no split {getattr(data_args, option)!r}, only {list(splits)};"
                 f" name the right one with `{option}:`."
             )
-    train, validation = splits[data_args.train_split], splits[data_args.validation_split]
+    names = {part: getattr(data_args, f"{part}_split") for part in ("train", "validation", "test")}
+    used = {part: splits[name] for part, name in names.items() if name in splits}
+    skipped = {}
+    if data_args.on_bad_image == "skip":
+        with args.main_process_first(desc="checking images"):  # the other processes find what datasets has kept
+            for part, split in used.items():
+                used[part], skipped[part] = skip_bad_images(
+                    split, names[part], args.dataloader_num_workers, report=args.process_index == 0
+                )
+    classes = used["train"].features["label"].names
+    counts = {part: class_counts(split, len(classes)) for part, split in used.items()}
+    empty = [classes[i] for i in np.flatnonzero(counts["train"] == 0)]
+    if empty:
+        logger.warning(
+            f"{len(empty)} of {len(classes)} classes have no training image, e.g. {empty[0]!r}: they count as few"
+            " shot."
+        )
+    train, validation = used["train"], used["validation"]
     # a local folder goes into config and card by its name only: they are made to be shared
     name = Path(data_args.dataset).name if Path(data_args.dataset).exists() else data_args.dataset
     set_seed(args.seed)
-    model = build_model(model_args, train.features["label"].names)
+    model = build_model(model_args, classes)
     patience = args.early_stopping_patience
     trainer = AvgKTrainer(
         model=model,
@@ -217,8 +322,10 @@ def run(
         "versions": {"avgk_hf": __version__, **{name: version(name) for name in ("torch", "timm", "transformers")}},
         "validation": plain_metrics(trainer.evaluate(), "eval_"),
     }
-    if data_args.test_split in splits:
-        test = prepare(splits[data_args.test_split], model.config)
+    if skipped:
+        results["skipped"] = skipped
+    if "test" in used:
+        test = prepare(used["test"], model.config)
         results["test"] = plain_metrics(trainer.evaluate(test, metric_key_prefix="test"), "test_")
         results["set_sizes"] = set_size_counts(trainer, model.config.k)
     trainer.save_model()

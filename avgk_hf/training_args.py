@@ -6,6 +6,8 @@ from dataclasses import dataclass, field
 import torch
 from transformers import TrainingArguments
 
+from .sets import check_k
+
 
 @dataclass
 class AvgKTrainingArguments(TrainingArguments):
@@ -42,7 +44,28 @@ class AvgKTrainingArguments(TrainingArguments):
     )
 
     def __post_init__(self) -> None:
-        """As in the base class; several processes without an accelerator train together, not each for itself."""
+        """As in the base class, after refusing values that could only fail later.
+
+        Several processes without an accelerator train together, not each for itself.
+        """
+        if not isinstance(self.calibrate_k, (list, tuple)):
+            raise ValueError(f"calibrate_k={self.calibrate_k!r} must be a list of numbers, e.g. `[1, 2, 5]`.")
+        for k in self.calibrate_k:
+            try:
+                check_k(k)
+            except ValueError as error:
+                raise ValueError(f"calibrate_k={self.calibrate_k!r}: {error}") from None
+        patience = self.early_stopping_patience
+        if patience is not None and (isinstance(patience, bool) or not isinstance(patience, int) or patience < 1):
+            raise ValueError(
+                f"early_stopping_patience={patience!r} must be a whole number of at least 1, or left out for none."
+            )
+        metric = self.metric_for_best_model
+        if metric is not None and (not isinstance(metric, str) or not metric):
+            raise ValueError(f"metric_for_best_model={metric!r} must name a metric, e.g. 'average_k_accuracy'.")
+        for name in ("greater_is_better", "remove_unused_columns"):
+            if getattr(self, name) not in (True, False, None):
+                raise ValueError(f"{name}={getattr(self, name)!r} must be true or false.")
         if int(os.environ.get("WORLD_SIZE", "1")) > 1 and not torch.accelerator.is_available():
             self.use_cpu = True
         super().__post_init__()

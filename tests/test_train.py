@@ -62,7 +62,7 @@ def test_overrides_win_and_types_hold(recipe):
         ("zzzzzz: 1", "unknown field 'zzzzzz'.*`avgk train --help` lists the fields"),
         ("k: many", "argument --k: invalid float value: 'many'"),
         ("objective: hinge", "argument --objective: invalid choice: 'hinge'"),
-        ("k: [2, 3]", "unrecognized arguments|not used|expected one argument"),
+        ("k: [2, 3]", r"k=\[2, 3\] is a list, but takes one value"),
         ("model_args: nonsense", "model_args='nonsense' is not a mapping"),
         ("k: 6", r"k=6 must be a number in \[1, 6\) for 6 classes"),
         ("validation_split: dev", r"has no split 'dev', only \['train', 'validation', 'test'\].*`validation_split:`"),
@@ -92,7 +92,7 @@ def test_bad_calls_are_refused(recipe, tmp_path):
 
 
 def test_missing_required_field_is_named(recipe):
-    recipe.write_text(recipe.read_text().replace("dataset:", "output_dir: x\n#"))
+    recipe.write_text(recipe.read_text().replace("dataset:", "#"))
     with pytest.raises(ValueError, match="required: --dataset"):
         parse_recipe([str(recipe)])
 

@@ -1,14 +1,22 @@
 """One door for all data: `glyphs`, a Hub id, an image folder, parquet files or a saved dataset."""
 
 import difflib
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+import pyarrow.parquet as pq
 from datasets import ClassLabel, Dataset, DatasetDict, Features, Image, Value, load_dataset, load_from_disk
 from datasets.exceptions import DatasetGenerationError
+from transformers.utils import logging
 
 from .glyphs import load_glyphs
+from .transforms import open_image
+
+logger = logging.get_logger(__name__)
+MOST_CLASSES = 1_000_000
+ON_BAD_IMAGE = ("error", "skip")
 
 
 def load_splits(
@@ -29,31 +37,65 @@ def load_splits(
         seed: Seed of generated data.
 
     Returns:
-        The splits under their own names, usually train, validation and test.
+        The splits under their own names, usually train, validation and test. All have the same classes, matched by
+        name; a class that only some splits have is a class without images in the others.
     """
+    if image_column == label_column:
+        raise ValueError(f"image_column and label_column are both {image_column!r}: name the two columns.")
     if dataset == "glyphs":
         return load_glyphs(seed)
     folder = Path(dataset)
     if not folder.exists() and dataset.startswith((".", "/", "~")):
         raise FileNotFoundError(f"dataset={dataset!r}: there is no such folder.")
+    if folder.is_file():
+        raise ValueError(f"dataset={dataset!r} is a file; name the folder that holds it.")
     if folder.is_dir() and not any(folder.iterdir()):
         raise ValueError(f"dataset={dataset!r} is an empty folder; images belong in {dataset}/train/<class>/.")
     saved = (folder / "dataset_dict.json").exists() or (folder / "dataset_info.json").exists()
+    if folder.is_dir() and not saved:
+        _check_parquet(sorted(folder.rglob("*.parquet")), label_column)
     try:
         splits = load_from_disk(dataset) if saved else load_dataset(dataset, config_name)
-    except (IndexError, ValueError) as error:  # datasets has no error of its own for a split without rows
-        if isinstance(error, ValueError) and "no data" not in str(error):
-            raise
-        raise ValueError(f"dataset {dataset!r} is empty.") from None
-    except DatasetGenerationError as error:
-        reason = error.__cause__ or error
+    except Exception as error:  # of arrow, json, the file system or the network
+        # datasets has no error of its own for a split without rows
+        if isinstance(error, IndexError) or (isinstance(error, ValueError) and "no data" in str(error)):
+            raise ValueError(f"dataset {dataset!r} is empty.") from None
+        if not folder.is_dir() and not isinstance(error, DatasetGenerationError):
+            raise  # the Hub's own errors say what is missing
+        reason = " ".join(str(error.__cause__ or error).split()) or type(error).__name__
         raise ValueError(f"dataset {dataset!r} cannot be read ({reason}): is a file empty or broken?") from error
     if isinstance(splits, Dataset):
         splits = DatasetDict({str(splits.split or "train"): splits})
     names = _class_names(splits, dataset, image_column, label_column)
-    return DatasetDict(
-        {name: _to_contract(split, names, image_column, label_column) for name, split in splits.items()}
-    )
+    contract = {}
+    for name, split in splits.items():
+        try:
+            contract[name] = _to_contract(split, names, image_column, label_column)
+        except Exception as error:  # of arrow, for a column of another type
+            reason = " ".join(str(error).split())
+            raise ValueError(
+                f"dataset {dataset!r}, split {name!r}: {image_column!r} or {label_column!r} cannot be read as images"
+                f" and classes ({reason}); name the right columns with `image_column:` and `label_column:`."
+            ) from error
+    return DatasetDict(contract)
+
+
+def _check_parquet(files: Iterable[Path], label_column: str) -> None:
+    """Refuse files that are no parquet, and class names that differ: `datasets` would take the ids of the first."""
+    first: tuple[Path, list[str]] | None = None
+    for file in files:
+        try:
+            feature = Features.from_arrow_schema(pq.read_schema(file)).get(label_column)
+        except Exception as error:  # of arrow, for a broken file, and of json, for a broken header
+            reason = " ".join(str(error).split())
+            raise ValueError(f"{file} cannot be read as parquet ({reason}); replace or remove it.") from error
+        if isinstance(feature, ClassLabel):
+            first = first or (file, feature.names)
+            if feature.names != first[1]:
+                raise ValueError(
+                    f"{file} and {first[0]} have different classes in the column {label_column!r}; write all splits"
+                    " with the same ClassLabel, or the class names as text."
+                )
 
 
 def _class_names(splits: DatasetDict, dataset: str, image_column: str, label_column: str) -> list[str]:
@@ -68,25 +110,35 @@ def _class_names(splits: DatasetDict, dataset: str, image_column: str, label_col
                 )
         if len(split) == 0:
             raise ValueError(f"dataset {dataset!r}, split {name!r} is empty.")
-    feature = next(iter(splits.values())).features[label_column]
-    if isinstance(feature, ClassLabel):
-        return feature.names
+    features = [split.features[label_column] for split in splits.values()]
+    if all(isinstance(feature, ClassLabel) for feature in features):
+        return list(dict.fromkeys(name for feature in features for name in feature.names))
+    if not all(isinstance(feature, Value) for feature in features):
+        raise ValueError(
+            f"dataset {dataset!r}: the column {label_column!r} holds {features[0]} in one split, neither text nor"
+            " whole numbers from 0 in all of them; one class for each image is needed."
+        )
     labels = [label for split in splits.values() for label in split.unique(label_column)]
     if any(label is None for label in labels):
         raise ValueError(f"dataset {dataset!r}: the column {label_column!r} has missing values.")
     if all(isinstance(label, str) for label in labels):
         return sorted(set(labels))
-    if not all(isinstance(label, int) for label in labels) or min(labels) < 0:
+    if not all(isinstance(label, int) and not isinstance(label, bool) for label in labels) or min(labels) < 0:
         raise ValueError(
             f"dataset {dataset!r}: the column {label_column!r} holds neither text nor whole numbers from 0, e.g."
-            f" {labels[0]!r}."
+            f" {labels[0]!r}. Leave out images without a label."
+        )
+    if max(labels) >= MOST_CLASSES:
+        raise ValueError(
+            f"dataset {dataset!r}: the column {label_column!r} holds {max(labels)}, and whole numbers count the"
+            " classes from 0; write class names as text."
         )
     return [str(label) for label in range(max(labels) + 1)]
 
 
 def _to_contract(split: Dataset, names: list[str], image_column: str, label_column: str) -> Dataset:
     columns = {"image": image_column, "label": label_column}
-    split = split.select_columns([c for c in (*columns.values(), "index") if c in split.column_names])
+    split = split.select_columns([c for c in dict.fromkeys((*columns.values(), "index")) if c in split.column_names])
     split = split.rename_columns({old: new for new, old in columns.items() if old != new})
     # the position in the split, which a loss with state per image relies on, whatever an index column held before
     index = list(range(len(split)))
@@ -96,21 +148,73 @@ def _to_contract(split: Dataset, names: list[str], image_column: str, label_colu
         split = split.add_column("index", index)
     label = ClassLabel(names=names)
     features = Features(image=Image(), label=label, index=Value("int64"))
-    if split.features["label"] != label and split.features["label"].dtype == "string":
+    own = split.features["label"]
+    if own != label and own.dtype == "string":
         split = split.map(lambda row: {"label": label.str2int(row["label"])}, features=features)
+    elif isinstance(own, ClassLabel) and own.names != names:
+        class_counts(split, len(own.names))
+        ids = np.asarray([label.str2int(name) for name in own.names])[np.asarray(split["label"])]
+        split = split.remove_columns("label").add_column("label", ids.tolist()).select_columns(list(features))
     return split.cast(features)
 
 
 def class_counts(dataset: Dataset, num_labels: int) -> np.ndarray:
     """The number of images of each class, (L,); refuses labels outside [0, L)."""
-    labels = np.asarray(dataset.with_format("arrow")["label"].to_pylist())
-    if labels.min() < 0 or labels.max() >= num_labels:
-        wrong = labels[(labels < 0) | (labels >= num_labels)][0]
-        raise ValueError(
-            f"label {wrong} lies outside [0, {num_labels}), the classes of the model: build the model with"
-            f" `num_labels={labels.max() + 1}`, or check the label column."
-        )
+    labels = dataset.with_format("arrow")["label"].to_pylist()
+    _check_labels(labels, range(num_labels), f"split {dataset.split}" if dataset.split else "the dataset")
     return np.bincount(labels, minlength=num_labels)
+
+
+def _check_labels(labels: list[int | None], classes: Any, place: str) -> None:
+    """Refuse labels that are missing, or outside [0, L)."""
+    for row, label in enumerate(labels):
+        if label is None or not 0 <= label < len(classes):
+            raise ValueError(
+                f"{place}: row {row} has the label {label}, which lies outside [0, {len(classes)}), the classes of the"
+                " model or dataset: leave out images without a label, or build the model with more classes."
+            )
+
+
+def skip_bad_images(dataset: Dataset, name: str, num_workers: int = 0, report: bool = True) -> tuple[Dataset, int]:
+    """The dataset without the images that cannot be read, and how many these are.
+
+    All images are opened once, before anything is counted; `datasets` keeps the result, so that the next run with the
+    same files does not open them again. The images that are left are numbered anew in `index`.
+
+    Args:
+        dataset: One split of `load_splits`.
+        name: What to call it in messages.
+        num_workers: Processes that read images.
+        report: Whether to warn when images are left out.
+    """
+    faults = dataset.cast_column("image", Image(decode=False)).map(
+        _fault,
+        remove_columns=dataset.column_names,
+        features=Features(fault=Value("string")),
+        num_proc=num_workers if num_workers > 1 else None,
+        desc=f"check the images of {name}",
+    )
+    faults = list(faults["fault"])
+    bad = [fault for fault in faults if fault is not None]
+    if not bad:
+        return dataset, 0
+    if len(bad) == len(faults):
+        raise ValueError(f"{name}: none of the {len(bad)} images can be read, e.g. {bad[0]}")
+    if report:
+        shown = " ".join(bad[:3]) + f" (and {len(bad) - 3} more)" * (len(bad) > 3)
+        logger.warning(f"{name}: {len(bad)} of {len(faults)} images cannot be read and are left out: {shown}")
+    kept = dataset.select([row for row, fault in enumerate(faults) if fault is None])
+    return kept.remove_columns("index").add_column("index", list(range(len(kept)))), len(bad)
+
+
+def _fault(row: dict[str, Any]) -> dict[str, str | None]:
+    """Why an image cannot be read, None where it can."""
+    stored = row["image"] or {}
+    try:
+        open_image(stored, name=None if stored.get("path") else f"image {row['index']}")
+    except (ValueError, OSError) as error:
+        return {"fault": str(error)}
+    return {"fault": None}
 
 
 def align_labels(dataset: Dataset, config: Any) -> Dataset:
@@ -124,6 +228,7 @@ def align_labels(dataset: Dataset, config: Any) -> Dataset:
         config: A model's config with `id2label`.
     """
     names = dataset.features["label"].names
+    class_counts(dataset, len(names))
     known = {name: int(i) for i, name in config.id2label.items()}
     if [known.get(name) for name in names] == list(range(len(names))):
         return dataset

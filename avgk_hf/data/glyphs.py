@@ -132,7 +132,17 @@ def load_glyphs(seed: int = 0, progress: bool = True) -> DatasetDict:
 
 
 def write_image_folder(splits: DatasetDict, folder: str | Path) -> None:
-    """Write the dataset as `folder/split/class name/index.png`, which `load_dataset("imagefolder")` reads."""
+    """Write the dataset as `folder/split/class name/index.png`, which `load_dataset("imagefolder")` reads.
+
+    Names that cannot be a folder's are refused, before anything is written.
+    """
+    for split, dataset in splits.items():
+        for name in (split, *dataset.features["label"].names):
+            if name.strip(" .") == "" or not name.isprintable() or any(c in name for c in "/\\") or len(name) > 200:
+                raise ValueError(
+                    f"the split or class {name!r} cannot be the name of a folder (empty, `..`, a slash, a control"
+                    " character, or too long); rename it."
+                )
     for split, dataset in splits.items():
         names = dataset.features["label"].names
         for row in tqdm(dataset.cast_column("image", Image(decode=False)), desc=f"write {split}", unit="image"):

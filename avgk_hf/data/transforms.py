@@ -3,39 +3,16 @@
 import random
 from collections.abc import Iterator
 from contextlib import contextmanager
-from io import BytesIO
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
 from datasets import Dataset, Image
-from PIL import Image as PILImage
 from transformers import TimmWrapperImageProcessor
 
+from ..pipeline import open_image  # there because it travels with a saved model
+
 AUGMENTATIONS = ("none", "timm")
-
-
-def open_image(image: Any, mode: str = "RGB", name: str | None = None) -> PILImage.Image:
-    """Open a path, bytes, or a stored `{"bytes", "path"}` in the given mode; an unreadable one is refused by name.
-
-    Args:
-        image: A path, encoded bytes, a dict with `bytes` and `path`, or an open Pillow image.
-        mode: `"RGB"` or `"L"`.
-        name: What to call the image in an error.
-    """
-    if isinstance(image, PILImage.Image):
-        return image.convert(mode)
-    stored = image if isinstance(image, dict) else {"bytes": image} if isinstance(image, bytes) else {"path": image}
-    name = name or str(stored.get("path") or "image")
-    try:
-        source = BytesIO(stored["bytes"]) if stored.get("bytes") is not None else Path(stored["path"])
-        with PILImage.open(source) as opened:
-            return opened.convert(mode)
-    except FileNotFoundError:
-        raise FileNotFoundError(f"{name}: there is no such file.") from None
-    except (OSError, SyntaxError, ValueError) as error:
-        raise ValueError(f"{name} cannot be read as an image ({error}); replace or remove it.") from error
 
 
 class ImageTransform:
@@ -70,6 +47,10 @@ class ImageTransform:
 
     def __call__(self, batch: dict[str, list]) -> dict[str, list]:
         """A batch of examples as `datasets` hands it to `with_transform`."""
+        if "image" not in batch:
+            raise ValueError(
+                f"the dataset has no column 'image', only {list(batch)}: leave `remove_unused_columns` off."
+            )
         places = batch.get("index", [None] * len(batch["image"]))
         output: dict[str, list] = {"pixel_values": []}
         for image, place in zip(batch["image"], places, strict=True):

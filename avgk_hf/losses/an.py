@@ -43,4 +43,4 @@ class AssumeNegativeLoss(nn.Module):
         logits = widen(outputs.logits)
         own = logits.gather(1, labels[:, None])  # (B, 1)
         negatives = F.softplus(logits).scatter(1, labels[:, None], 0.0)  # (B, L)
-        return (F.softplus(-own).sum() + negatives.sum() / (logits.shape[1] - 1)) / len(labels)
+        return (F.softplus(-own).sum() + negatives.sum() / max(logits.shape[1] - 1, 1)) / len(labels)

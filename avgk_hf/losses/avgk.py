@@ -9,7 +9,8 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
 from ..processes import gather, rank, world_size
-from .labels import check_labels, widen
+from ..sets import check_k
+from .labels import check_labels, check_weight, widen
 
 
 class AvgKLoss(nn.Module):
@@ -60,14 +61,10 @@ class AvgKLoss(nn.Module):
 
     def __init__(self, k: float, alpha: float = 1.0, candidate_scope: str = "global") -> None:
         super().__init__()
-        if not k >= 1:
-            raise ValueError(f"k={k!r} must be at least 1: the label itself is in every set.")
-        if not alpha >= 0:
-            raise ValueError(f"alpha={alpha!r} must be at least 0, e.g. 1.0.")
         if candidate_scope not in ("global", "local"):
             raise ValueError(f"candidate_scope={candidate_scope!r} is unknown; choose 'global' or 'local'.")
-        self.k = k
-        self.alpha = alpha
+        self.k = check_k(k)
+        self.alpha = check_weight("alpha", alpha)
         self.candidate_scope = candidate_scope
 
     def forward(self, outputs: Any, labels: Tensor, index: Tensor | None = None) -> Tensor:
@@ -78,6 +75,11 @@ class AvgKLoss(nn.Module):
         batch, num_labels = outputs.logits.shape
         if self.k >= num_labels:
             raise ValueError(f"k={self.k} must lie in [1, {num_labels}) for {num_labels} classes.")
+        if outputs.sccp_logits.shape != outputs.logits.shape:
+            raise ValueError(
+                f"sccp_logits of shape {tuple(outputs.sccp_logits.shape)} beside logits of shape"
+                f" {tuple(outputs.logits.shape)}: both heads score the same images and classes."
+            )
         # evaluation gives processes different numbers of batches, so that they cannot wait for each other there
         world = world_size() if self.candidate_scope == "global" and torch.is_grad_enabled() else 1
         num_candidates = round((self.k - 1) * world * batch)

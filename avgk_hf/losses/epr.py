@@ -7,7 +7,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from ..processes import mean_over_processes
-from .labels import check_labels, widen
+from ..sets import check_k
+from .labels import check_labels, check_weight, widen
 
 
 class ExpectedPositiveLoss(nn.Module):
@@ -46,10 +47,8 @@ class ExpectedPositiveLoss(nn.Module):
 
     def __init__(self, k: float, beta: float = 0.01) -> None:
         super().__init__()
-        if not beta >= 0:
-            raise ValueError(f"beta={beta!r} must be at least 0, e.g. 0.01.")
-        self.k = k
-        self.beta = beta
+        self.k = check_k(k)
+        self.beta = check_weight("beta", beta)
 
     def forward(self, outputs: Any, labels: Tensor, index: Tensor | None = None) -> Tensor:
         """Return the scalar loss."""

@@ -1,11 +1,17 @@
-"""What every loss does before its formula: refuse bad labels, and widen half precision."""
+"""What every loss does before its formula: refuse bad values and labels, and widen half precision."""
+
+import math
 
 import torch
 from torch import Tensor
 
+from ..sets import is_number
+
 
 def check_labels(labels: Tensor, logits: Tensor) -> None:
-    """Refuse labels that are not one class id in [0, L) per image.
+    """Refuse labels that are not one class id in [0, L) per image, and logits that are no (B, L) matrix.
+
+    NaN and infinite logits pass: they show in the loss, and mixed precision in float16 relies on seeing them there.
 
     On an accelerator the range is asserted asynchronously, so that no step waits for it.
 
@@ -13,8 +19,15 @@ def check_labels(labels: Tensor, logits: Tensor) -> None:
         labels: (B,).
         logits: (B, L).
     """
+    if not isinstance(logits, Tensor) or logits.ndim != 2 or not logits.is_floating_point() or 0 in logits.shape:
+        found = f"shape {tuple(logits.shape)} and type {logits.dtype}" if isinstance(logits, Tensor) else repr(logits)
+        raise ValueError(f"logits of {found}: expected a floating point tensor (images, classes), neither of them 0.")
     batch, num_labels = logits.shape
-    if labels.shape != (batch,) or labels.dtype.is_floating_point:
+    if not isinstance(labels, Tensor):
+        raise ValueError(f"labels of type {type(labels).__name__}: expected a tensor, e.g. `torch.tensor(labels)`.")
+    if labels.dtype in (torch.int8, torch.int16, torch.int32, torch.uint8, torch.bool):
+        raise ValueError(f"labels of type {labels.dtype}: expected int64, e.g. `labels.long()`.")
+    if labels.shape != (batch,) or labels.dtype != torch.int64:
         raise ValueError(
             f"labels of shape {tuple(labels.shape)} and type {labels.dtype} for {batch} images: expected one class id"
             " per image. Mixed labels (mixup, cutmix) do not fit this loss; switch them off."
@@ -26,6 +39,13 @@ def check_labels(labels: Tensor, logits: Tensor) -> None:
     elif not inside:
         wrong = labels[(labels < 0) | (labels >= num_labels)][0].item()
         raise ValueError(f"{message}: {wrong}. Check the label column, or build the model with more classes.")
+
+
+def check_weight(name: str, value: float) -> float:
+    """Return a hyperparameter that is a finite number >= 0, and raise otherwise."""
+    if not is_number(value) or not 0 <= value < math.inf:
+        raise ValueError(f"{name}={value!r} must be at least 0 and finite, e.g. 1.0.")
+    return value
 
 
 def widen(logits: Tensor) -> Tensor:

@@ -8,8 +8,9 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from ..processes import gather, world_size
+from ..sets import check_k
 from .epr import expected_positive_loss
-from .labels import check_labels, widen
+from .labels import check_labels, check_weight, widen
 
 UNOBSERVED = math.log(0.6 / 0.4)  # estimates of unobserved labels start between 0.4 and 0.6
 OBSERVED = math.log(0.995 / 0.005)  # those of observed labels at 0.995
@@ -63,12 +64,9 @@ class OnlineLabelLoss(nn.Module):
         self, k: float, num_examples: int, num_labels: int, role_lambda: float = 0.0, theta_lr: float = 1.0
     ) -> None:
         super().__init__()
-        for name, value in (("role_lambda", role_lambda), ("theta_lr", theta_lr)):
-            if not value >= 0:
-                raise ValueError(f"{name}={value!r} must be at least 0, e.g. 1.0.")
-        self.k = k
-        self.role_lambda = role_lambda
-        self.theta_lr = theta_lr
+        self.k = check_k(k, num_labels)
+        self.role_lambda = check_weight("role_lambda", role_lambda)
+        self.theta_lr = check_weight("theta_lr", theta_lr)
         self.theta = nn.Parameter(torch.empty(num_examples, num_labels).uniform_(-UNOBSERVED, UNOBSERVED))
         self.register_buffer("seen", torch.zeros(num_examples, dtype=torch.bool))
 

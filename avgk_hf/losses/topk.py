@@ -5,7 +5,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from .labels import check_labels, widen
+from ..sets import check_k
+from .labels import check_labels, check_weight, widen
 
 
 class NoisedTopKLoss(nn.Module):
@@ -49,10 +50,8 @@ class NoisedTopKLoss(nn.Module):
 
     def __init__(self, k: float, epsilon: float = 1.0, num_samples: int = 5) -> None:
         super().__init__()
-        if not epsilon >= 0:
-            raise ValueError(f"epsilon={epsilon!r} must be at least 0, e.g. 1.0.")
-        self.k = int(k)
-        self.epsilon = epsilon
+        self.k = int(check_k(k))
+        self.epsilon = check_weight("epsilon", epsilon)
         self.num_samples = num_samples
 
     def forward(
@@ -61,6 +60,8 @@ class NoisedTopKLoss(nn.Module):
         """Return the scalar loss."""
         check_labels(labels, outputs.logits)
         logits = widen(outputs.logits)
+        if self.k >= logits.shape[1]:
+            raise ValueError(f"k={self.k} must lie in [1, {logits.shape[1]}) for {logits.shape[1]} classes.")
         if noise is None:
             noise = torch.randn(*logits.shape, self.num_samples, device=logits.device, dtype=logits.dtype)
         noised = logits[..., None] + self.epsilon * noise  # (B, L, S)

@@ -18,7 +18,7 @@ import numpy as np
 import pyarrow as pa
 import torch
 
-from avgk_hf.sets import SCORES, AverageKThreshold, SetStatistics, check_k, score
+from avgk_hf.sets import SCORES, AverageKThreshold, SetStatistics, check_k, is_number
 
 KINDS = ("scores", *SCORES)
 ROWS = 1024  # images scored and stored at a time: no second n x L matrix, and Arrow's 32-bit offsets do not overflow
@@ -252,7 +252,7 @@ def _scored(rows: np.ndarray, kind: str | None) -> Iterator[torch.Tensor]:
     for start in range(0, len(rows), ROWS):
         batch = torch.from_numpy(np.array(rows[start : start + ROWS]))  # a copy: it may be read-only, or reversed
         if kind in SCORES:
-            batch = score(batch, kind)
+            batch = SCORES[kind](batch)  # not `score`: a class masked with -inf has probability 0 here
             broken = batch.isnan().any(1).nonzero()  # (number of such rows, 1)
             if len(broken):
                 raise ValueError(
@@ -291,7 +291,7 @@ def _arguments(
 
 
 def _number(name: str, value: Any) -> float:
-    if isinstance(value, bool) or not isinstance(value, (int, float)) or math.isnan(value):
+    if not is_number(value):
         raise ValueError(f"{name}={value!r} is not a number; take it from `avgk_hf.average_k_threshold(scores, k)`.")
     return value
 
