@@ -8,7 +8,7 @@ import avgk_hf
 ROOT = Path(__file__).parent.parent
 PACKAGE = ROOT / "avgk_hf"
 LAYERS = [
-    {"sets", "data", "hub"},
+    {"sets", "data", "densenet", "hub"},
     {"configuration", "metrics"},
     {"modeling", "losses", "pipeline"},
     {"auto", "training_args", "model_card"},
@@ -19,7 +19,7 @@ LAYERS = [
     {"demo"},
     {"cli"},
 ]
-REMOTE = {"configuration", "modeling", "pipeline", "sets"}
+REMOTE = {"configuration", "densenet", "modeling", "pipeline", "sets"}
 
 
 def imports(path: Path) -> set[str]:
