@@ -1,8 +1,8 @@
 """`densenet40_40_cifar`: the DenseNet 40-40 of the CIFAR-100 experiments, as a timm model.
 
 timm's DenseNets are made for images of 224 pixels. This one is built from their parts for 32: depth 40 with
-bottlenecks, growth 40, and compression 0.5, so three blocks of (40 - 4) / 6 = 6 layers. The first convolution keeps the
-resolution, and the first dense layer normalises it.
+bottlenecks, growth 40, and compression 0.5, so three blocks of (40 - 4) / 6 = 6 layers. The first convolution keeps
+the resolution, and the first dense layer normalises it.
 
 The file also travels with a saved model as remote code, so it imports only what inference needs.
 """

@@ -63,7 +63,9 @@ class ModelArguments:
 class DataArguments:
     """The data block of a recipe."""
 
-    dataset: str = field(metadata={"help": "glyphs, a folder of images or parquet, a saved dataset, an archive's folder, or a Hub id."})
+    dataset: str = field(
+        metadata={"help": "glyphs, a folder of images or parquet, a saved dataset, an unpacked archive, or a Hub id."}
+    )
     dataset_config: str | None = field(default=None, metadata={"help": "Configuration of a Hub dataset."})
     image_column: str = field(default="image", metadata={"help": "Column that holds the images."})
     label_column: str = field(default="label", metadata={"help": "Column that holds the classes."})

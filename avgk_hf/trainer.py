@@ -10,7 +10,7 @@ import numpy as np
 import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
-from torch.utils.data import DataLoader, Dataset
+from torch.utils.data import DataLoader, Dataset, default_collate
 from transformers import EvalPrediction, PreTrainedModel, Trainer
 from transformers.trainer import TRAINING_ARGS_NAME
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR, EvalLoopOutput, HubStrategy, has_length
@@ -83,6 +83,8 @@ class AvgKTrainer(Trainer):
         self.card = CardCallback()
         self._calibrating = False
         self._statistics: dict[str, SetStatistics] = {}  # by head
+        # torch's own collates a worker's images in the memory it shares; the stock one costs a further copy of them
+        kwargs.setdefault("data_collator", default_collate)
         super().__init__(
             model=model,
             args=args,

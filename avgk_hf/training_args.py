@@ -64,6 +64,6 @@ class AvgKTrainingArguments(TrainingArguments):
             raise ValueError(f"lr_gamma={self.lr_gamma} must be greater than 0, e.g. 0.1.")
         if self.lr_milestones and self.warmup_steps:
             raise ValueError(
-                f"warmup_steps={self.warmup_steps} belongs to lr_scheduler_type, which lr_milestones replace: leave one"
-                " of them out."
+                f"warmup_steps={self.warmup_steps} belongs to lr_scheduler_type, which lr_milestones replace: leave"
+                " one of them out."
             )

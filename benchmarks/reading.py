@@ -1,14 +1,15 @@
 """Reading images through `load_splits`, `prepare` and the Trainer's loader, against torchvision's ImageFolder."""
 
 import json
+import multiprocessing
 import statistics
 import tempfile
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 
 import numpy as np
-import torch
+import psutil
 from PIL import Image
 from torch.utils.data import DataLoader
 from torchvision.datasets import ImageFolder
@@ -17,9 +18,9 @@ from avgk_hf import AvgKForImageClassification, AvgKTrainer, AvgKTrainingArgumen
 
 from .measure import Table, progress
 
-IMAGES, SPECIES, BATCH = 1024, 16, 32
+IMAGES, SPECIES, BATCH = 256, 16, 32
 WIDTH, HEIGHT = 500, 400
-ROUNDS = 7
+ROUNDS = 15
 
 
 def write_plantnet(folder: Path) -> None:
@@ -66,42 +67,48 @@ def model_config() -> object:
     return AvgKForImageClassification.from_timm("resnet18.tv_in1k", num_labels=SPECIES, k=2, pretrained=False).config
 
 
-def pass_over(loader: DataLoader) -> Callable[[], float]:
-    """A function that reads all images once and returns the seconds; worker processes stay alive in between."""
+def read(loader: DataLoader, workers: list[psutil.Process]) -> tuple[float, float]:
+    """Read all images once; (wall-clock seconds, CPU seconds of this process and the loader's workers)."""
 
-    def read() -> float:
-        start = time.perf_counter()
-        for _ in loader:
-            pass
-        return time.perf_counter() - start
+    def used() -> float:
+        return time.process_time() + sum(sum(worker.cpu_times()[:2]) for worker in workers)
 
-    return read
+    start, before = time.perf_counter(), used()
+    for _ in loader:
+        pass
+    return time.perf_counter() - start, used() - before
 
 
 def run() -> Iterator[Table]:
     """Images per second, as ratios of ours to the bare loop."""
     table = Table(
         "Reading images",
-        f"Images per second of the Trainer's own loader on Pl@ntNet-300K's layout, divided by those of a bare loop over"
-        f" torchvision's `ImageFolder` and `DataLoader` with the same transform (decode, resize to 256, random crop of"
-        f" 224, normalise), workers and batches of {BATCH}: {IMAGES} JPEGs of {WIDTH} x {HEIGHT}, in the page cache."
-        f" Wall-clock time, because the work is done in worker processes; the median of {ROUNDS} rounds, each with both"
-        " in turn.",
+        "Images per second of the Trainer's own loader on Pl@ntNet-300K's layout, divided by those of a bare loop over"
+        " torchvision's `ImageFolder` and `DataLoader` with the same transform (decode, resize to 256, random crop of"
+        f" 224, normalise), workers and batches of {BATCH}: {IMAGES} JPEGs of {WIDTH} x {HEIGHT}, in the page cache,"
+        f" the median of {ROUNDS} rounds. By CPU time over all processes, and by the clock, where other programs on"
+        " the machine count too. Without workers nothing is promised: the recipes have 4 and 8.",
     )
-    torch.manual_seed(0)
     with tempfile.TemporaryDirectory() as folder:
         progress("reading, writing the images")
         write_plantnet(Path(folder))
         for workers in (0, 2):
             progress(f"reading, {workers} workers")
-            readers = {name: pass_over(loader) for name, loader in loaders(Path(folder), workers).items()}
-            for read in readers.values():
-                read()  # starts the workers and fills the page cache
-            seconds: dict[str, list[float]] = {name: [] for name in readers}
+            children: dict[str, list[psutil.Process]] = {}
+            made = loaders(Path(folder), workers)
+            for name, loader in made.items():
+                known = {process.pid for processes in children.values() for process in processes}
+                read(loader, [])  # starts the workers, which then stay
+                children[name] = [
+                    psutil.Process(child.pid) for child in multiprocessing.active_children() if child.pid not in known
+                ]
+            rounds = []
             for i in range(ROUNDS):
-                for name in sorted(readers, reverse=i % 2 == 1):  # whichever is first must not always be the same
-                    seconds[name].append(readers[name]())
-            ratio = statistics.median(b / a for a, b in zip(seconds["ours"], seconds["bare"], strict=True))
-            progress(f"reading, {workers} workers: {IMAGES / statistics.median(seconds['ours']):.0f} images/s")
-            table.add(f"{workers} workers: times the images per second of the bare loop", ratio, ">= 0.95")
+                order = sorted(made, reverse=i % 2 == 1)  # whichever is first must not always be the same
+                rounds.append({name: read(made[name], children[name]) for name in order})
+            rate = IMAGES / statistics.median(taken["ours"][0] for taken in rounds)
+            progress(f"reading, {workers} workers: {rate:.0f} images per second here")
+            for place, what in ((1, "by CPU time"), (0, "by the clock")):
+                ratio = statistics.median(taken["bare"][place] / taken["ours"][place] for taken in rounds)
+                table.add(f"{workers} workers, {what}: times the bare loop", ratio, ">= 0.95" if workers else "")
     yield table

@@ -1,7 +1,7 @@
 """CIFAR-100 as its authors distribute it: the folder `cifar-100-python` with the files `train`, `test` and `meta`.
 
-The files are pickles, and a pickle can run any code when it is read. These are read with an unpickler that knows nothing
-but numpy arrays and plain values.
+The files are pickles, and a pickle can run any code when it is read. These are read with an unpickler that knows
+nothing but numpy arrays and plain values.
 """
 
 import pickle
@@ -72,7 +72,9 @@ def load_cifar(folder: Path, coarse: bool = False) -> DatasetDict:
         content = read_pickle(path)
         pixels, labels = np.asarray(_field(content, "data", path)), _field(content, f"{kind}_labels", path)
         if pixels.dtype != np.uint8 or pixels.shape != (len(labels), 3 * SIDE * SIDE):
-            raise ValueError(f"{path} holds {pixels.dtype} {pixels.shape} for {len(labels)} labels, not 32 x 32 images.")
+            raise ValueError(
+                f"{path} holds {pixels.dtype} {pixels.shape} for {len(labels)} labels, not 3 x 32 x 32 bytes each."
+            )
         images = pixels.reshape(-1, 3, SIDE, SIDE).transpose(0, 2, 3, 1)
         header = f"P6 {SIDE} {SIDE} 255\n".encode()  # PPM, the one format that needs no encoder
         columns = {

@@ -1,4 +1,4 @@
-"""One door for all data: `glyphs`, a Hub id, an image folder, parquet files, a saved dataset, or an original archive."""
+"""One door for all data: `glyphs`, a Hub id, an image folder, parquet files, a saved dataset, or an archive."""
 
 import difflib
 from pathlib import Path
@@ -136,8 +136,8 @@ def split_validation(splits: DatasetDict, per_class: int, seed: int = 0) -> Data
     counts = class_counts(train, len(names))
     if per_class < 1 or per_class >= counts.min():
         raise ValueError(
-            f"validation_per_class={per_class} must lie in [1, {counts.min()}): the class {names[counts.argmin()]!r} has"
-            f" {counts.min()} training images, and one at least must stay."
+            f"validation_per_class={per_class} must lie in [1, {counts.min()}): the class {names[counts.argmin()]!r}"
+            f" has {counts.min()} training images, and one at least must stay."
         )
     labels = np.asarray(train["label"])
     order = np.random.default_rng(seed).permutation(len(labels))
