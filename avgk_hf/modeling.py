@@ -25,11 +25,13 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_IMAGE_CLASSIFICATIO
 from transformers.utils import ModelOutput
 
 from .configuration import AvgKConfig, read_json
+from .densenet import densenet40_40_cifar  # noqa: F401  (so that timm knows it)
 from .pipeline import AverageKImageClassificationPipeline  # noqa: F401  (so that it travels with this file)
 from .sets import check_k, head_scores, predict_sets, ranked_sets
 
 ALIGNMENT = 64  # bytes, as torch allocates
-CODE = ("configuration.py", "modeling.py", "pipeline.py", "sets.py")  # what a saved model carries as remote code
+# what a saved model carries as remote code
+CODE = ("configuration.py", "densenet.py", "modeling.py", "pipeline.py", "sets.py")
 ENCODER = "returns many vectors for an image, not one; take the model of the same name without `_enc`"
 UNSUPPORTED = {  # timm models, as patterns, and why they are refused
     "deepseek_vit_*_enc": ENCODER,

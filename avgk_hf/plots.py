@@ -188,6 +188,8 @@ def plot_runs(runs: Sequence[str | Path], out: str | Path, formats: Sequence[str
                 data["image_column"],
                 data["label_column"],
                 data["glyphs_seed"],
+                data.get("validation_per_class"),
+                data.get("split_seed", 0),
             )
         splits = loaded[key]
         model = AvgKForImageClassification.from_pretrained(run)

@@ -86,13 +86,19 @@ class ModelArguments:
 class DataArguments:
     """The data block of a recipe."""
 
-    dataset: str = field(metadata={"help": "glyphs, a folder of images or parquet, a saved dataset, or a Hub id."})
+    dataset: str = field(
+        metadata={"help": "glyphs, a folder of images or parquet, a saved dataset, an unpacked archive, or a Hub id."}
+    )
     dataset_config: str | None = field(default=None, metadata={"help": "Configuration of a Hub dataset."})
     image_column: str = field(default="image", metadata={"help": "Column that holds the images."})
     label_column: str = field(default="label", metadata={"help": "Column that holds the classes."})
     train_split: str = field(default="train", metadata={"help": "Split to train on."})
     validation_split: str = field(default="validation", metadata={"help": "Split that chooses and calibrates."})
     test_split: str = field(default="test", metadata={"help": "Split to report on; left out where it is missing."})
+    validation_per_class: int | None = field(
+        default=None, metadata={"help": "Take this many validation images of each class from train."}
+    )
+    split_seed: int = field(default=0, metadata={"help": "Which images `validation_per_class` takes."})
     glyphs_seed: int = field(default=0, metadata={"help": "Seed of the generated images, for `dataset: glyphs`."})
     augmentation: str = field(
         default="none", metadata={"help": "Random changes to training images.", "choices": list(AUGMENTATIONS)}
@@ -272,7 +278,9 @@ def run(
                 data_args.dataset_config,
                 data_args.image_column,
                 data_args.label_column,
-                seed=data_args.glyphs_seed,
+                data_args.glyphs_seed,
+                data_args.validation_per_class,
+                data_args.split_seed,
             )
     for option in ("train_split", "validation_split"):
         if getattr(data_args, option) not in splits:

@@ -4,6 +4,7 @@ import datetime
 import math
 import os
 import shutil
+from bisect import bisect
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +14,7 @@ import torch
 from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
-from torch.utils.data import DataLoader, Dataset
+from torch.utils.data import DataLoader, Dataset, default_collate
 from transformers import EarlyStoppingCallback, PreTrainedModel, Trainer
 from transformers.trainer import TRAINER_STATE_NAME, TRAINING_ARGS_NAME
 from transformers.trainer_callback import ExportableState
@@ -109,6 +110,8 @@ class AvgKTrainer(Trainer):
         self._calibrating = False
         self._checkpoint_unfinished = self._stopped_early = False
         self._statistics: dict[str, SetStatistics] = {}  # by head
+        # torch's own collates a worker's images in the memory it shares; the stock one costs a further copy of them
+        kwargs.setdefault("data_collator", default_collate)
         super().__init__(
             model=model,
             args=args,
@@ -150,6 +153,33 @@ class AvgKTrainer(Trainer):
             # the stock loop clears the gradients of the model only
             optimizer.register_step_post_hook(lambda *_: self.objective.zero_grad())
         return optimizer
+
+    def get_decay_parameter_names(self, model: nn.Module) -> list[str]:
+        """As in `Trainer`, or with `args.decay_all` every parameter."""
+        if self.args.decay_all:
+            return [name for name, _ in model.named_parameters()]
+        return super().get_decay_parameter_names(model)
+
+    def set_initial_training_values(self, args: AvgKTrainingArguments, dataloader: DataLoader) -> tuple:
+        """As in `Trainer`; the number of steps in an epoch is kept for the scheduler."""
+        values = super().set_initial_training_values(args, dataloader)
+        self._steps_per_epoch = values[1]
+        return values
+
+    def create_scheduler(
+        self, num_training_steps: int, optimizer: torch.optim.Optimizer | None = None
+    ) -> torch.optim.lr_scheduler.LRScheduler:
+        """As in `Trainer`; with `args.lr_milestones` the learning rate is multiplied by `lr_gamma` after each."""
+        milestones, gamma = self.args.lr_milestones, self.args.lr_gamma
+        if not milestones or self.lr_scheduler is not None:
+            return super().create_scheduler(num_training_steps, optimizer)
+        steps = [round(epoch * self._steps_per_epoch) for epoch in milestones]
+        # not MultiStepLR: a checkpoint would bring back the steps of the run that wrote it
+        self.lr_scheduler = torch.optim.lr_scheduler.LambdaLR(
+            optimizer or self.optimizer, lambda step: gamma ** bisect(steps, step)
+        )
+        self._created_lr_scheduler = True
+        return self.lr_scheduler
 
     def train(self, resume_from_checkpoint: str | bool | None = None, *args: Any, **kwargs: Any) -> Any:
         """As in `Trainer`.

@@ -20,6 +20,11 @@ class AvgKTrainingArguments(TrainingArguments):
         calibrate_k: Average set sizes to compute thresholds for in every evaluation; the model's own `k` is always
             among them.
         early_stopping_patience: Evaluations without improvement after which `avgk train` stops.
+        lr_milestones: Epochs after which the learning rate is multiplied by `lr_gamma`, instead of the schedule that
+            `lr_scheduler_type` names.
+        lr_gamma: The factor.
+        decay_all: Whether weight decay acts on every parameter, as in plain `torch.optim.SGD`. By default biases and
+            most normalisation layers are left out, as in `Trainer`.
     """
 
     calibrate_k: list[float] = field(
@@ -29,6 +34,14 @@ class AvgKTrainingArguments(TrainingArguments):
     early_stopping_patience: int | None = field(
         default=None,
         metadata={"help": "Stop after this many evaluations without a better metric_for_best_model."},
+    )
+    lr_milestones: list[float] = field(
+        default_factory=list,
+        metadata={"help": "Epochs after which the learning rate is multiplied by lr_gamma, e.g. 150 225."},
+    )
+    lr_gamma: float = field(default=0.1, metadata={"help": "What lr_milestones multiply the learning rate by."})
+    decay_all: bool = field(
+        default=False, metadata={"help": "Apply weight decay to biases and normalisation layers too."}
     )
     metric_for_best_model: str | None = field(
         default="average_k_accuracy", metadata={"help": "The validation metric that decides on the best checkpoint."}
@@ -69,3 +82,12 @@ class AvgKTrainingArguments(TrainingArguments):
         if int(os.environ.get("WORLD_SIZE", "1")) > 1 and not torch.accelerator.is_available():
             self.use_cpu = True
         super().__post_init__()
+        if self.lr_milestones != sorted(set(self.lr_milestones)) or any(epoch <= 0 for epoch in self.lr_milestones):
+            raise ValueError(f"lr_milestones={self.lr_milestones} must be epochs in ascending order, e.g. 150 225.")
+        if self.lr_gamma <= 0:
+            raise ValueError(f"lr_gamma={self.lr_gamma} must be greater than 0, e.g. 0.1.")
+        if self.lr_milestones and self.warmup_steps:
+            raise ValueError(
+                f"warmup_steps={self.warmup_steps} belongs to lr_scheduler_type, which lr_milestones replace: leave"
+                " one of them out."
+            )

@@ -9,7 +9,7 @@ ROOT = Path(__file__).parent.parent
 PACKAGE = ROOT / "avgk_hf"
 LAYERS = [
     {"sets"},
-    {"configuration", "metrics", "pipeline", "processes"},
+    {"configuration", "metrics", "pipeline", "processes", "densenet"},
     {"data", "modeling", "losses"},
     {"auto", "training_args", "model_card", "hub", "runs"},
     {"trainer"},
@@ -19,7 +19,7 @@ LAYERS = [
     {"demo"},
     {"cli"},
 ]
-REMOTE = {"configuration", "modeling", "pipeline", "sets"}
+REMOTE = {"configuration", "densenet", "modeling", "pipeline", "sets"}
 
 
 def imports(path: Path) -> set[str]:

@@ -1,4 +1,4 @@
-"""One door for all data: `glyphs`, a Hub id, an image folder, parquet files or a saved dataset."""
+"""One door for all data: `glyphs`, a Hub id, an image folder, parquet files, a saved dataset, or an archive."""
 
 import difflib
 from collections.abc import Iterable
@@ -11,7 +11,9 @@ from datasets import ClassLabel, Dataset, DatasetDict, Features, Image, Value, l
 from datasets.exceptions import DatasetGenerationError
 from transformers.utils import logging
 
+from .cifar import is_cifar_archive, load_cifar
 from .glyphs import load_glyphs
+from .plantnet import is_plantnet, load_plantnet
 from .transforms import open_image
 
 logger = logging.get_logger(__name__)
@@ -25,16 +27,20 @@ def load_splits(
     image_column: str = "image",
     label_column: str = "label",
     seed: int = 0,
+    validation_per_class: int | None = None,
+    split_seed: int = 0,
 ) -> DatasetDict:
     """Load a dataset and bring it to the contract: columns `image`, `label` (ClassLabel) and `index`.
 
     Args:
-        dataset: `glyphs` (generated), a folder (images in `split/class/`, parquet files, or written by
-            `save_to_disk`), or the id of a dataset on the Hub.
+        dataset: `glyphs` (generated), a folder (images in `split/class/`, parquet files, written by `save_to_disk`,
+            or the unpacked archive of CIFAR-100 or Pl@ntNet-300K), or the id of a dataset on the Hub.
         config_name: Configuration of a Hub dataset.
         image_column: Its column of images.
         label_column: Its column of classes: ClassLabel, text, or whole numbers from 0.
         seed: Seed of generated data.
+        validation_per_class: For data without validation images: take this many of each class from train.
+        split_seed: Which ones; same seed, same images.
 
     Returns:
         The splits under their own names, usually train, validation and test. All have the same classes, matched by
@@ -42,9 +48,20 @@ def load_splits(
     """
     if image_column == label_column:
         raise ValueError(f"image_column and label_column are both {image_column!r}: name the two columns.")
+    splits = _load_splits(dataset, config_name, image_column, label_column, seed)
+    return splits if validation_per_class is None else split_validation(splits, validation_per_class, split_seed)
+
+
+def _load_splits(
+    dataset: str, config_name: str | None, image_column: str, label_column: str, seed: int
+) -> DatasetDict:
     if dataset == "glyphs":
         return load_glyphs(seed)
     folder = Path(dataset)
+    if is_cifar_archive(folder):
+        return load_cifar(folder, coarse=label_column == "coarse_label")
+    if is_plantnet(folder):
+        return load_plantnet(folder)
     if not folder.exists() and dataset.startswith((".", "/", "~")):
         raise FileNotFoundError(f"dataset={dataset!r}: there is no such folder.")
     if folder.is_file():
@@ -156,6 +173,41 @@ def _to_contract(split: Dataset, names: list[str], image_column: str, label_colu
         ids = np.asarray([label.str2int(name) for name in own.names])[np.asarray(split["label"])]
         split = split.remove_columns("label").add_column("label", ids.tolist()).select_columns(list(features))
     return split.cast(features)
+
+
+def split_validation(splits: DatasetDict, per_class: int, seed: int = 0) -> DatasetDict:
+    """Take a balanced validation set from train: exactly `per_class` random images of each class.
+
+    Args:
+        splits: What `load_splits` gives, without a validation split.
+        per_class: Validation images of each class.
+        seed: Same seed, same images; it is not the seed of the training.
+    """
+    if "train" not in splits or "validation" in splits:
+        raise ValueError(
+            f"validation_per_class={per_class} takes images from the split 'train' where there is no 'validation', but"
+            f" the dataset has {list(splits)}: leave the field out."
+        )
+    train = splits["train"]
+    names = train.features["label"].names
+    counts = class_counts(train, len(names))
+    if per_class < 1 or per_class >= counts.min():
+        raise ValueError(
+            f"validation_per_class={per_class} must lie in [1, {counts.min()}): the class {names[counts.argmin()]!r}"
+            f" has {counts.min()} training images, and one at least must stay."
+        )
+    labels = np.asarray(train["label"])
+    order = np.random.default_rng(seed).permutation(len(labels))
+    by_class = order[np.argsort(labels[order], kind="stable")]  # (n,), random within each class
+    starts = np.cumsum(counts) - counts
+    taken = np.zeros(len(labels), dtype=bool)
+    taken[by_class[(starts[:, None] + np.arange(per_class)).ravel()]] = True
+    parts = {"train": np.flatnonzero(~taken), "validation": np.flatnonzero(taken)}
+    carved = {}
+    for name, rows in parts.items():
+        part = train.remove_columns("index").select(rows).add_column("index", list(range(len(rows))))
+        carved[name] = Dataset(part.data, info=part.info, split=name)
+    return DatasetDict({**carved, **{name: split for name, split in splits.items() if name != "train"}})
 
 
 def class_counts(dataset: Dataset, num_labels: int) -> np.ndarray:

@@ -8,11 +8,27 @@ from typing import Any
 import numpy as np
 import torch
 from datasets import Dataset, Image
+from timm.data.transforms import CenterCropOrPad
+from torchvision import transforms as tv
 from transformers import TimmWrapperImageProcessor
 
 from ..pipeline import open_image  # there because it travels with a saved model
 
-AUGMENTATIONS = ("none", "timm")
+AUGMENTATIONS = ("none", "timm", "pad_crop_flip", "resize_crop")
+PADDING = 4  # pixels on each side, for pad_crop_flip
+
+
+def _random_crop(evaluation: tv.Compose, flip: bool) -> tv.Compose:
+    """The transform of evaluation with a random crop in place of the centre crop."""
+    steps: list[Any] = []
+    for step in evaluation.transforms:
+        if not isinstance(step, (tv.CenterCrop, CenterCropOrPad)):
+            steps.append(step)
+        elif flip:
+            steps += [tv.RandomCrop(step.size, padding=PADDING), tv.RandomHorizontalFlip()]
+        else:
+            steps.append(tv.RandomCrop(step.size, pad_if_needed=True))
+    return tv.Compose(steps)
 
 
 class ImageTransform:
@@ -20,7 +36,9 @@ class ImageTransform:
 
     Args:
         config: An `AvgKConfig`, whose `pretrained_cfg` says what the backbone takes.
-        augmentation: `"none"`, or `"timm"` for random resized crops and flips as in ImageNet training.
+        augmentation: `"none"`; `"timm"` for random resized crops and flips as in ImageNet training; `"resize_crop"`
+            for the evaluation's resizing and a random crop instead of its centre crop; `"pad_crop_flip"` for the same
+            with 4 black pixels added on each side before the crop, and random flips, as is usual for CIFAR.
     """
 
     def __init__(self, config: Any, augmentation: str = "none") -> None:
@@ -28,6 +46,8 @@ class ImageTransform:
             raise ValueError(f"augmentation={augmentation!r} is unknown; choose one of {list(AUGMENTATIONS)}.")
         processor = TimmWrapperImageProcessor(config.pretrained_cfg, config.architecture)
         self.transform = processor.train_transforms if augmentation == "timm" else processor.val_transforms
+        if augmentation in ("pad_crop_flip", "resize_crop"):
+            self.transform = _random_crop(self.transform, flip=augmentation == "pad_crop_flip")
         self.mode = "L" if config.pretrained_cfg["input_size"][0] == 1 else "RGB"
         self.augmentation = augmentation
         self._seed: torch.Tensor | None = None

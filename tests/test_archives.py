@@ -1,0 +1,223 @@
+"""CIFAR-100 and Pl@ntNet-300K in the layouts of their authors, the balanced split, and the crops of both protocols."""
+
+import json
+import os
+import pickle
+
+import numpy as np
+import pytest
+import torch
+from datasets import ClassLabel, Dataset, DatasetDict, Features, Image, Value
+from PIL import Image as PILImage
+
+from archives import SPECIES, write_cifar, write_plantnet
+from avgk_hf import AvgKForImageClassification, load_splits
+from avgk_hf.data import class_counts
+from avgk_hf.data.cifar import load_cifar, read_pickle
+from avgk_hf.data.datasets import split_validation
+from avgk_hf.data.transforms import ImageTransform
+
+
+def test_cifar_archive_meets_the_contract(tmp_path):
+    pixels = write_cifar(tmp_path / "cifar-100-python")
+    splits = load_splits(str(tmp_path / "cifar-100-python"), image_column="img", label_column="fine_label")
+    assert {name: len(split) for name, split in splits.items()} == {"train": 48, "test": 12}
+    for name, split in splits.items():
+        assert split.column_names == ["image", "label", "index"] and str(split.split) == name
+        assert list(split["index"]) == list(range(len(split)))
+        assert split.features["label"].names == [f"class{i:02d}" for i in range(12)]
+        read = np.stack([np.asarray(row["image"]) for row in split])  # (n, 32, 32, 3)
+        assert np.array_equal(read, pixels[name].transpose(0, 2, 3, 1))
+    assert class_counts(splits["train"], 12).tolist() == [4] * 12
+    coarse = load_splits(str(tmp_path / "cifar-100-python"), label_column="coarse_label")["test"]
+    assert coarse.features["label"].names == ["even", "odd"]
+    assert list(coarse["label"]) == [label % 2 for label in splits["test"]["label"]]
+
+
+def test_cifar_pickles_of_python_3(tmp_path):
+    array = np.arange(6, dtype=np.uint8).reshape(2, 3)
+    for protocol in range(pickle.HIGHEST_PROTOCOL + 1):
+        (tmp_path / "file").write_bytes(pickle.dumps({b"data": array, "names": [b"a"]}, protocol=protocol))
+        if protocol < 5:
+            content = read_pickle(tmp_path / "file")
+            assert np.array_equal(content["data"], array) and content["names"] == [b"a"]
+        else:  # a newer form of arrays, which the archive does not use
+            with pytest.raises(ValueError, match="_frombuffer"):
+                read_pickle(tmp_path / "file")
+
+
+class Call:
+    """Pickled, this is a call of any function."""
+
+    def __init__(self, function, *arguments):
+        self.call = function, arguments
+
+    def __reduce__(self):
+        return self.call
+
+
+@pytest.mark.parametrize("name", ["train", "test", "meta"])
+@pytest.mark.parametrize("function", [os.system, eval, np.save])
+def test_malicious_pickles_run_nothing_and_are_named(name, function, tmp_path):
+    folder, mark = tmp_path / "cifar-100-python", tmp_path / "mark"
+    write_cifar(folder)
+    arguments = {
+        os.system: [f"touch {mark}"],
+        eval: [f"open({str(mark)!r}, 'w')"],
+        np.save: [str(mark) + ".npy", np.zeros(1)],
+    }
+    bad = pickle.dumps({"data": Call(function, *arguments[function])}, protocol=2)
+    (folder / name).write_bytes(bad)
+    with pytest.raises(ValueError, match=rf"{name} cannot be read as CIFAR-100 \(it asks for \w+\.{function.__name__}"):
+        load_splits(str(folder))
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["cifar-100-python"]
+    pickle.loads(bad)  # the file does do harm where it is trusted
+    assert len(list(tmp_path.iterdir())) == 2
+
+
+def test_broken_cifar_files_are_refused(tmp_path):
+    folder = tmp_path / "cifar-100-python"
+    write_cifar(folder)
+    whole = (folder / "train").read_bytes()
+    for content, message in (
+        (whole[:-100], "train cannot be read as CIFAR-100"),
+        (pickle.dumps([1]), "train holds a list"),
+        (pickle.dumps({"data": []}), r"train has no 'fine_labels', only \['data'\]"),
+        (pickle.dumps({"data": np.zeros((2, 7)).tolist(), "fine_labels": [0, 1]}), r"float64 \(2, 7\) for 2 labels"),
+    ):
+        (folder / "train").write_bytes(content)
+        with pytest.raises(ValueError, match=message):
+            load_cifar(folder)
+
+
+def test_the_split_is_balanced_and_fixed():
+    """45,000 and 5,000 images of CIFAR-100's 50,000."""
+    labels = np.random.default_rng(1).permutation(np.repeat(np.arange(100), 500))
+    features = Features(image=Image(), label=ClassLabel(num_classes=100), index=Value("int64"))
+    images = [{"bytes": str(i).encode(), "path": None} for i in range(50_000)]
+    columns = {"image": images, "label": labels.tolist(), "index": list(range(50_000))}
+    whole = DatasetDict({name: Dataset.from_dict(columns, features=features, split=name) for name in ("train", "test")})
+
+    def numbers(split):
+        return [int(row["bytes"]) for row in split.cast_column("image", Image(decode=False))["image"]]
+
+    splits = split_validation(whole, 50, seed=0)
+    assert {name: len(split) for name, split in splits.items()} == {"train": 45_000, "validation": 5_000, "test": 50_000}
+    for name, count in (("train", 450), ("validation", 50)):
+        assert class_counts(splits[name], 100).tolist() == [count] * 100
+        assert list(splits[name]["index"]) == list(range(100 * count))  # what ROLE counts on
+        assert str(splits[name].split) == name
+        assert np.array_equal(labels[numbers(splits[name])], splits[name]["label"])
+    validation = numbers(splits["validation"])
+    assert sorted(numbers(splits["train"]) + validation) == list(range(50_000))
+    assert numbers(split_validation(whole, 50, seed=0)["validation"]) == validation
+    assert len(set(numbers(split_validation(whole, 50, seed=1)["validation"])) & set(validation)) < 1_000
+    for per_class in (0, 500):
+        with pytest.raises(ValueError, match=rf"validation_per_class={per_class} must lie in \[1, 500\)"):
+            split_validation(whole, per_class)
+    with pytest.raises(ValueError, match=r"has \['train', 'validation', 'test'\]: leave the field out"):
+        split_validation(splits, 50)
+
+
+@pytest.mark.parametrize("layout", ["images/{}", "images_{}"])
+def test_plantnet_meets_the_contract(layout, tmp_path):
+    folder = tmp_path / "plantnet_300K"
+    write_plantnet(folder, layout)
+    (folder / layout.format("train") / "9" / "notes.txt").write_text("not an image")
+    if layout == "images_{}":
+        (folder / "plantnet300K_species_id_2_name.json").rename(folder / "plantnet300K_species_names.json")
+    splits = load_splits(str(folder))
+    ids = sorted(SPECIES)  # as text, as torchvision's ImageFolder orders folders: "9" is the last
+    assert ids[-1] == "9"
+    assert {name: len(split) for name, split in splits.items()} == {"train": 37, "validation": 12, "test": 12}
+    for name, split in splits.items():
+        assert split.features["label"].names == [SPECIES[i] for i in ids] and str(split.split) == name
+        assert list(split["index"]) == list(range(len(split)))
+        for row in split.cast_column("image", Image(decode=False)):
+            assert row["image"]["bytes"] is None  # paths only
+            assert row["image"]["path"].split("/")[-2] == ids[row["label"]]
+    assert class_counts(splits["train"], 12).tolist() == [3] * 11 + [4]
+    assert splits["validation"][0]["image"].size == (90, 70)
+
+
+def test_plantnet_opens_no_image_to_list_them(tmp_path):
+    folder = tmp_path / "plantnet_300K"
+    write_plantnet(folder)
+    for path in folder.glob("images/*/*/*.jpg"):
+        path.write_bytes(b"not read")
+    assert len(load_splits(str(folder))["train"]) == 37
+
+
+def test_species_of_one_name_are_told_apart(tmp_path):
+    folder = tmp_path / "plantnet_300K"
+    write_plantnet(folder)
+    names = {**SPECIES, "9": "Lactuca virosa L."}
+    (folder / "plantnet300K_species_id_2_name.json").write_text(json.dumps(names))
+    read = load_splits(str(folder))["train"].features["label"].names
+    assert (read[0], read[-1]) == ("Lactuca virosa L. (1355868)", "Lactuca virosa L. (9)")
+
+
+def test_incomplete_plantnet_is_refused(tmp_path):
+    folder = tmp_path / "plantnet_300K"
+    write_plantnet(folder)
+    next(folder.glob("images/val/9/*.jpg")).unlink()
+    message = r"images/val holds 11 images, but plantnet300K_metadata.json lists 12: unpack.*or remove"
+    with pytest.raises(ValueError, match=message):
+        load_splits(str(folder))
+    (folder / "plantnet300K_metadata.json").unlink()
+    assert len(load_splits(str(folder))["validation"]) == 11
+    names = folder / "plantnet300K_species_id_2_name.json"
+    names.write_text(json.dumps({"9": "Quercus robur L."}))
+    with pytest.raises(ValueError, match="no name for 11 species, e.g. the folder '1355868'"):
+        load_splits(str(folder))
+    names.write_text("{")
+    with pytest.raises(ValueError, match=r"plantnet300K_species_id_2_name.json is not valid JSON"):
+        load_splits(str(folder))
+    names.write_text("{}")
+    (folder / "images" / "test").rename(folder / "elsewhere")
+    with pytest.raises(FileNotFoundError, match="neither images/test nor images_test"):
+        load_splits(str(folder))
+
+
+def test_the_crop_of_cifar():
+    """A window of the image with 4 black pixels around it, flipped or not, and nothing else."""
+    config = AvgKForImageClassification.from_timm("densenet40_40_cifar", num_labels=12, k=2).config
+    pixels = np.random.default_rng(0).integers(1, 256, (32, 32, 3), dtype=np.uint8)
+    image = PILImage.fromarray(pixels)
+    plain = ImageTransform(config).image(image)
+    mean, std = (torch.tensor(config.pretrained_cfg[name])[:, None, None] for name in ("mean", "std"))
+    expected = (torch.from_numpy(pixels).permute(2, 0, 1) / 255 - mean) / std
+    assert torch.allclose(plain, expected, atol=1e-6)
+    black = (-mean / std).expand(3, 40, 40).clone()
+    black[:, 4:36, 4:36] = expected
+    windows = [black[:, y : y + 32, x : x + 32] for y in range(9) for x in range(9)]
+    both = torch.stack([*windows, *(window.flip(2) for window in windows)])  # (162, 3, 32, 32)
+    torch.manual_seed(0)
+    transform, seen = ImageTransform(config, "pad_crop_flip"), set()
+    for _ in range(60):
+        distance = (both - transform.image(image)).abs().amax((1, 2, 3))
+        assert distance.min() < 1e-5
+        seen.add(distance.argmin().item())
+    assert len(seen) > 40 and min(seen) < 81 <= max(seen)
+
+
+def test_the_crop_of_plantnet():
+    """A window of 224 of the image resized to 256, never flipped; evaluation takes the one in the middle."""
+    config = AvgKForImageClassification.from_timm("resnet18.tv_in1k", num_labels=12, k=2, pretrained=False).config
+    rng = np.random.default_rng(0)
+    image = PILImage.fromarray(rng.integers(0, 256, (100, 125, 3), dtype=np.uint8))
+    resized = image.resize((320, 256), PILImage.Resampling.BILINEAR)
+    mean, std = (torch.tensor(config.pretrained_cfg[name])[:, None, None] for name in ("mean", "std"))
+    whole = (torch.from_numpy(np.array(resized)).permute(2, 0, 1) / 255 - mean) / std  # (3, 256, 320)
+    assert torch.allclose(ImageTransform(config).image(image), whole[:, 16:240, 48:272], atol=1e-6)
+    torch.manual_seed(0)
+    transform, seen = ImageTransform(config, "resize_crop"), set()
+    for _ in range(12):
+        crop = transform.image(image)
+        corner = (whole[:, :33, :97] - crop[:, :1, :1]).abs().amax(0)  # where the first pixel may come from
+        places = [(y, x) for y, x in (corner < 1e-5).nonzero().tolist()]
+        matches = [(y, x) for y, x in places if torch.allclose(whole[:, y : y + 224, x : x + 224], crop, atol=1e-5)]
+        assert len(matches) == 1
+        seen.update(matches)
+    assert len(seen) > 8
+    assert transform.image(PILImage.new("RGB", (300, 40))).shape == (3, 224, 224)
