@@ -70,6 +70,21 @@ def build_parser() -> argparse.ArgumentParser:
     card.add_argument("--repo", help="name of the model, as users load it (the folder's name)")
     card.add_argument("--out", help="file to write (RUN/README.md)")
 
+    sweep = commands.add_parser("sweep", help="search hyperparameters on validation, report the winner on test")
+    sweep.add_argument("recipe", metavar="RECIPE", help="a recipe, or a sweep file that names one")
+    sweep.add_argument(
+        "--search", nargs="+", default=[], metavar="FIELD=V1,V2", help="values to try, e.g. alpha=1,3,10"
+    )
+    sweep.add_argument("--seeds", type=int, help="trainings of every combination (1)")
+    sweep.add_argument("--scale-learning-rate", action="store_true", help="learning rate in proportion to batch size")
+    sweep.add_argument("--backend", choices=["optuna", "ray"], help="optuna, or ray for a cluster (optuna)")
+    sweep.add_argument("--out", help="folder for study, table, plot and the winner's runs (runs/sweep-...)")
+    sweep.epilog = "Further `--field value` arguments override the recipe. The same command goes on after a crash."
+
+    report = commands.add_parser("report", help="mean and 95%% confidence interval of runs over their seeds")
+    report.add_argument("runs", nargs="+", metavar="RUN", help="folders of finished runs, or of several seeds")
+    report.add_argument("--out", default="runs/report", help="folder for report.md and report.json (%(default)s)")
+
     plot = commands.add_parser("plot", help="draw set sizes, accuracy against K and contact sheets of runs")
     plot.add_argument("runs", nargs="+", metavar="RUN", help="folders of finished `avgk train` runs")
     plot.add_argument("--out", default="runs/plots", help="folder for the pictures, PNG and SVG (%(default)s)")
@@ -167,6 +182,25 @@ def run_card(args: argparse.Namespace) -> None:
     print(f"written to {out}")
 
 
+def run_sweep(args: argparse.Namespace) -> None:
+    """`avgk sweep`."""
+    from .sweep import parse_search, read_sweep, run_sweep
+
+    given = {"search": parse_search(args.search), "seeds": args.seeds, "backend": args.backend, "output_dir": args.out}
+    sweep = read_sweep(args.recipe, scale_learning_rate=args.scale_learning_rate, overrides=args.overrides, **given)
+    found = run_sweep(sweep)
+    if "winner" in found:
+        print((Path(sweep.output_dir) / "sweep.md").read_text())
+        print(f"written to {sweep.output_dir}")
+
+
+def run_report(args: argparse.Namespace) -> None:
+    """`avgk report`."""
+    from .report import write_report
+
+    print(write_report(args.runs, args.out))
+
+
 def run_plot(args: argparse.Namespace) -> None:
     """`avgk plot`."""
     from .plots import plot_runs
@@ -189,6 +223,8 @@ COMMANDS = {
     "calibrate": run_evaluate,
     "evaluate": run_evaluate,
     "predict": run_predict,
+    "sweep": run_sweep,
+    "report": run_report,
     "plot": run_plot,
     "push": run_push,
     "card": run_card,
@@ -215,6 +251,9 @@ def main(arguments: list[str] | None = None) -> int:
     arguments = sys.argv[1:] if arguments is None else arguments
     if arguments[:1] == ["train"]:  # its options are the recipe's fields, which only the training code knows
         args = argparse.Namespace(command="train", arguments=arguments[1:])
+    elif arguments[:1] == ["sweep"]:  # as far as it does not know them itself
+        args, overrides = build_parser().parse_known_args(arguments)
+        args.overrides = overrides
     else:
         args = build_parser().parse_args(arguments)
     main_thread = threading.current_thread() is threading.main_thread()  # only there signals can be handled

@@ -150,6 +150,36 @@ def accuracy_curve(curves: dict[str, dict[float, float]], path: str | Path) -> N
     _save(figure, path)
 
 
+def sweep_curve(points: Sequence[dict[str, Any]], name: str, path: str | Path) -> None:
+    """Validation accuracy against the values of one hyperparameter, with the interval over seeds.
+
+    Args:
+        points: For each value `value`, `mean` and `half_width`, the latter None for one seed.
+        name: The hyperparameter.
+        path: PNG or SVG to write.
+    """
+    plt = _pyplot()
+    figure, axis = plt.subplots(figsize=(5.5, 3.5))
+    values = [point["value"] for point in points]
+    numbers = all(isinstance(value, (int, float)) and not isinstance(value, bool) for value in values)
+    places = values if numbers else range(len(values))
+    axis.errorbar(
+        places,
+        [100 * point["mean"] for point in points],
+        [100 * (point["half_width"] or 0) for point in points],
+        marker="o", color="0.2", capsize=3,
+    )  # fmt: skip
+    if numbers and min(values) > 0 and max(values) >= 8 * min(values):
+        axis.set_xscale("log")
+    if not numbers or len(values) <= 8:
+        axis.set_xticks(list(places), [_short(str(value), 20) for value in values])
+        axis.minorticks_off()
+    axis.set(xlabel=name, ylabel="validation average-K accuracy (%)")
+    axis.grid(alpha=0.3)
+    figure.tight_layout()
+    _save(figure, path)
+
+
 def plot_runs(runs: Sequence[str | Path], out: str | Path, formats: Sequence[str] = ("png", "svg")) -> list[Path]:
     """All pictures of one or more runs of `avgk train`, from their models and their data.
 

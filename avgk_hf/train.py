@@ -11,6 +11,7 @@ import math
 import os
 import shlex
 import sys
+from collections.abc import Callable
 from dataclasses import asdict, dataclass, field, fields
 from importlib.metadata import version
 from importlib.util import find_spec
@@ -20,7 +21,7 @@ from typing import Any, NoReturn
 import numpy as np
 import torch
 import yaml
-from datasets import DatasetDict
+from datasets import Dataset, DatasetDict
 from transformers import EarlyStoppingCallback, HfArgumentParser, set_seed
 from transformers.utils import logging
 
@@ -32,6 +33,7 @@ from .data.transforms import AUGMENTATIONS
 from .model_card import hyperparameters, plain_metrics
 from .modeling import AvgKForImageClassification
 from .plots import set_size_histogram
+from .report import RESULTS, write_report
 from .runs import check_output_dir, where_to_go_on
 from .sets import HEADS, SCORES, SHOTS, check_k, is_number, k_key
 from .trainer import AvgKTrainer
@@ -251,37 +253,34 @@ def build_model(arguments: ModelArguments, names: list[str]) -> AvgKForImageClas
     return model.to(memory_format=torch.channels_last) if arguments.channels_last else model
 
 
-def run(
-    model_args: ModelArguments,
-    data_args: DataArguments,
-    args: AvgKTrainingArguments,
-    splits: DatasetDict | None = None,
-) -> dict[str, Any]:
-    """Train, calibrate on validation, report on test, and save everything to `args.output_dir`.
+def load_all(data_args: DataArguments, args: AvgKTrainingArguments) -> DatasetDict:
+    """All splits of the dataset that the recipe names."""
+    with args.main_process_first(desc="load the data"):  # the others find it in the cache
+        return load_splits(
+            data_args.dataset,
+            data_args.dataset_config,
+            data_args.image_column,
+            data_args.label_column,
+            data_args.glyphs_seed,
+            data_args.validation_per_class,
+            data_args.split_seed,
+        )
+
+
+def load_data(
+    data_args: DataArguments, args: AvgKTrainingArguments, splits: DatasetDict | None = None
+) -> tuple[dict[str, Dataset], dict[str, int]]:
+    """The data that the recipe describes.
 
     Args:
-        model_args: Model block of the recipe.
-        data_args: Data block.
+        data_args: Data block of the recipe.
         args: Training block.
         splits: The data, where it is loaded already.
 
     Returns:
-        What is written to results.json: the metrics of each split, the set sizes on test, and how many images were
-        skipped.
+        Train, validation and, where there is one, test; and how many images of each were skipped.
     """
-    if args.should_save:
-        check_output_dir(args.output_dir)
-    if splits is None:
-        with args.main_process_first(desc="load the data"):  # the others find it in the cache
-            splits = load_splits(
-                data_args.dataset,
-                data_args.dataset_config,
-                data_args.image_column,
-                data_args.label_column,
-                data_args.glyphs_seed,
-                data_args.validation_per_class,
-                data_args.split_seed,
-            )
+    splits = splits or load_all(data_args, args)
     for option in ("train_split", "validation_split"):
         if getattr(data_args, option) not in splits:
             raise ValueError(
@@ -305,23 +304,67 @@ def run(
             f"{len(empty)} of {len(classes)} classes have no training image, e.g. {empty[0]!r}: they count as few"
             " shot."
         )
-    train, validation = used["train"], used["validation"]
-    # a local folder goes into config and card by its name only: they are made to be shared
-    name = Path(data_args.dataset).name if Path(data_args.dataset).exists() else data_args.dataset
+    return used, skipped
+
+
+def make_trainer(
+    model_args: ModelArguments,
+    data_args: DataArguments,
+    args: AvgKTrainingArguments,
+    data: dict[str, Dataset],
+    of_trial: Callable[[Any], ModelArguments] | None = None,
+) -> AvgKTrainer:
+    """The trainer that the recipe describes.
+
+    Args:
+        model_args: Model block of the recipe.
+        data_args: Data block.
+        args: Training block.
+        data: Train and validation, as `load_data` gives them.
+        of_trial: In a hyperparameter search, the model block of a trial.
+    """
+    classes = data["train"].features["label"].names
     set_seed(args.seed)
     model = build_model(model_args, classes)
     patience = args.early_stopping_patience
-    trainer = AvgKTrainer(
-        model=model,
+    return AvgKTrainer(
+        model=None if of_trial else model,
+        model_init=(lambda trial: build_model(of_trial(trial), classes)) if of_trial else None,
         args=args,
-        train_dataset=prepare(train, model.config, data_args.augmentation),
-        eval_dataset=prepare(validation, model.config),
-        dataset_name=name,
+        train_dataset=prepare(data["train"], model.config, data_args.augmentation),
+        eval_dataset=prepare(data["validation"], model.config),
+        # a local folder goes into config and card by its name only: they are made to be shared
+        dataset_name=Path(data_args.dataset).name if Path(data_args.dataset).exists() else data_args.dataset,
         callbacks=[EarlyStoppingCallback(patience)] if patience else None,
     )
+
+
+def run(
+    model_args: ModelArguments,
+    data_args: DataArguments,
+    args: AvgKTrainingArguments,
+    splits: DatasetDict | None = None,
+) -> dict[str, Any]:
+    """Train, calibrate on validation, report on test, and save everything to `args.output_dir`.
+
+    Args:
+        model_args: Model block of the recipe.
+        data_args: Data block.
+        args: Training block.
+        splits: The data, where it is loaded already.
+
+    Returns:
+        What is written to results.json: the metrics of each split, the set sizes on test, and how many images were
+        skipped.
+    """
+    if args.should_save:
+        check_output_dir(args.output_dir)
+    used, skipped = load_data(data_args, args, splits)
+    trainer = make_trainer(model_args, data_args, args, used)
+    model = trainer.model
     trainer.train(resume_from_checkpoint=args.resume_from_checkpoint)
     results: dict[str, Any] = {
-        "dataset": name,
+        "dataset": trainer.dataset_name,
         "data": asdict(data_args),
         "objective": model_args.objective,
         "k": model.config.k,
@@ -343,10 +386,34 @@ def run(
         if "set_sizes" in results and find_spec("matplotlib"):
             sizes = {model_args.objective: results["set_sizes"]["all"]}
             set_size_histogram(sizes, folder / "set_sizes.png", f"Set sizes on test, K = {k_key(model.config.k)}")
-        (folder / "results.json.new").write_text(json.dumps(results, indent=2, ensure_ascii=False) + "\n")
-        os.replace(folder / "results.json.new", folder / "results.json")
+        (folder / f"{RESULTS}.new").write_text(json.dumps(results, indent=2, ensure_ascii=False) + "\n")
+        os.replace(folder / f"{RESULTS}.new", folder / RESULTS)
         trainer.create_model_card()
     return results
+
+
+def run_seeds(arguments: list[str], keep: bool = False) -> str:
+    """Train once for every seed, in `output_dir/seed-N`, and report mean and interval over them.
+
+    Args:
+        arguments: As of `parse_recipe`.
+        keep: Whether a seed that is finished already is left as it is.
+
+    Returns:
+        The report as Markdown; report.md and report.json are written to `output_dir`.
+    """
+    _, data_args, args = parse_recipe(arguments)
+    folders, splits = [], None
+    for seed in range(args.seed, args.seed + args.seeds):
+        folders.append(Path(args.output_dir) / f"seed-{seed}")
+        if keep and (folders[-1] / RESULTS).is_file():
+            continue
+        own = ["--seeds", "1", "--seed", str(seed), "--output_dir", str(folders[-1])]
+        splits = splits or load_all(data_args, args)
+        results = run(*parse_recipe([*arguments, *own]), splits)
+        if args.process_index == 0:
+            print(f"seed {seed}: {summary(results, str(folders[-1]))}")
+    return write_report(folders, args.output_dir) if args.process_index == 0 else ""
 
 
 def set_size_counts(trainer: AvgKTrainer, k: float) -> dict[str, list[int]]:
@@ -404,14 +471,18 @@ def main(arguments: list[str] | None = None) -> None:
     model_args, data_args, args = parse_recipe(arguments)
     if args.world_size > 1 and args.process_index == 0:
         print(f"{args.world_size} processes train together, {args.train_batch_size} images each per step")
+    again = bool(args.resume_from_checkpoint)
     try:
-        results = run(model_args, data_args, args)
+        if args.seeds > 1:
+            text = run_seeds(arguments, keep=again)
+        else:
+            text = summary(run(model_args, data_args, args), args.output_dir)
     except KeyboardInterrupt as stop:
-        resume = [] if args.resume_from_checkpoint else ["--resume_from_checkpoint", "last"]
+        resume = [] if again else ["--resume_from_checkpoint", "last"]
         command = shlex.join(["avgk", "train", *arguments, *resume])
         raise type(stop)(f"training was stopped. {where_to_go_on(args.output_dir, f'`{command}`')}") from None
     if args.process_index == 0:
-        print(summary(results, args.output_dir))
+        print(text)
 
 
 if __name__ == "__main__":

@@ -5,6 +5,7 @@ import math
 import os
 import shutil
 from bisect import bisect
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -67,7 +68,7 @@ class AvgKTrainer(Trainer):
     checkpoint, and comes back with it.
 
     Args:
-        model: The model.
+        model: The model; or pass `model_init`, as in `Trainer`, for a hyperparameter search.
         args: `AvgKTrainingArguments`.
         train_dataset: Examples with `pixel_values`, `labels` and `index`, as `avgk_hf.prepare` gives them.
         eval_dataset: The validation set, in the same form.
@@ -79,33 +80,25 @@ class AvgKTrainer(Trainer):
 
     def __init__(
         self,
-        model: PreTrainedModel,
-        args: AvgKTrainingArguments,
+        model: PreTrainedModel | None = None,
+        args: AvgKTrainingArguments | None = None,
         train_dataset: Dataset | None = None,
         eval_dataset: Dataset | None = None,
         dataset_name: str | None = None,
         **kwargs: Any,
     ) -> None:
+        if not isinstance(args, AvgKTrainingArguments):
+            raise ValueError("pass `args=AvgKTrainingArguments(output_dir, ...)`.")
         if isinstance(eval_dataset, dict):
             raise ValueError(
                 "pass one validation set as `eval_dataset`: the thresholds come from it, not from several."
             )
-        for k in args.calibrate_k:
-            check_k(k, model.config.num_labels)
-        for name, dataset in (("train_dataset", train_dataset), ("eval_dataset", eval_dataset)):
-            if dataset is not None and has_length(dataset) and len(dataset) == 0:
-                raise ValueError(f"{name} is empty.")
-            if isinstance(dataset, datasets.Dataset) and "label" in dataset.column_names:
-                counts = class_counts(dataset, model.config.num_labels)
-                if name == "train_dataset":
-                    model.config.train_counts = counts.tolist()
         if args.should_save:
             check_output_dir(args.output_dir)
         self.dataset_name = dataset_name
-        num_examples = len(train_dataset) if has_length(train_dataset) else 0
-        if model.config.objective == "role" and num_examples:
-            _state_memory(num_examples, model.config.num_labels, args)
-        self.objective = make_loss(model.config, num_examples)
+        self._fit = partial(self._fit_to_data, args, train_dataset, eval_dataset)
+        if model is not None:
+            self._fit(model)
         self.card = CardCallback()
         self._calibrating = False
         self._checkpoint_unfinished = self._stopped_early = False
@@ -119,10 +112,35 @@ class AvgKTrainer(Trainer):
             eval_dataset=eval_dataset,
             **kwargs,
         )
-        self.objective.to(self.args.device)
-        broadcast(list(self.objective.state_dict().values()))
         self.add_callback(self.card)
         self.add_callback(LogFile())
+
+    def call_model_init(self, trial: Any = None) -> PreTrainedModel:
+        """As in `Trainer`; a new model comes with a new criterion."""
+        model = super().call_model_init(trial)
+        self._fit(model)
+        return model
+
+    def _fit_to_data(
+        self, args: AvgKTrainingArguments, train: Dataset | None, validation: Dataset | None, model: PreTrainedModel
+    ) -> None:
+        """Check that model and data fit each other, and make the loss."""
+        config: AvgKConfig = model.config
+        for k in args.calibrate_k:
+            check_k(k, config.num_labels)
+        for name, dataset in (("train_dataset", train), ("eval_dataset", validation)):
+            if dataset is not None and has_length(dataset) and len(dataset) == 0:
+                raise ValueError(f"{name} is empty.")
+            if isinstance(dataset, datasets.Dataset) and "label" in dataset.column_names:
+                counts = class_counts(dataset, config.num_labels)
+                if name == "train_dataset":
+                    config.train_counts = counts.tolist()
+        num_examples = len(train) if has_length(train) else 0
+        if config.objective == "role" and num_examples:
+            _state_memory(num_examples, config.num_labels, args)
+        # not `objective`: that is what the stock trainer calls the metric of a hyperparameter search
+        self.criterion = make_loss(config, num_examples).to(args.device)
+        broadcast(list(self.criterion.state_dict().values()))
 
     @property
     def ks(self) -> list[float]:
@@ -139,19 +157,19 @@ class AvgKTrainer(Trainer):
     ) -> Tensor | tuple[Tensor, Any]:
         """The objective on the model's outputs."""
         outputs = model(pixel_values=inputs["pixel_values"], return_dict=True)
-        loss = self.objective(outputs, inputs["labels"], inputs.get("index"))
+        loss = self.criterion(outputs, inputs["labels"], inputs.get("index"))
         return (loss, outputs) if return_outputs else loss
 
     def create_optimizer(self, model: nn.Module | None = None) -> torch.optim.Optimizer:
         """As in `Trainer`; parameters of the objective join with their own learning rate and without decay."""
         new = self.optimizer is None
         optimizer = super().create_optimizer(model)
-        parameters = list(self.objective.parameters())
+        parameters = list(self.criterion.parameters())
         if new and parameters:
-            rate = self.args.learning_rate * self.objective.theta_lr
+            rate = self.args.learning_rate * self.criterion.theta_lr
             optimizer.add_param_group({"params": parameters, "lr": rate, "weight_decay": 0.0})
             # the stock loop clears the gradients of the model only
-            optimizer.register_step_post_hook(lambda *_: self.objective.zero_grad())
+            optimizer.register_step_post_hook(lambda *_: self.criterion.zero_grad())
         return optimizer
 
     def get_decay_parameter_names(self, model: nn.Module) -> list[str]:
@@ -203,7 +221,7 @@ class AvgKTrainer(Trainer):
         elif not foreign:
             check_checkpoint(checkpoint)
         self._stopped_early = False
-        if self.args.should_save:
+        if self.args.should_save and self.model is not None:  # none yet between the trials of a search
             self._check_space()
         return super().train(str(checkpoint) if checkpoint else None, *args, **kwargs)
 
@@ -211,9 +229,9 @@ class AvgKTrainer(Trainer):
         """Refuse to start where the checkpoints will not fit on the disk."""
         args = self.args
         model_size = sum(value.nbytes for value in self.model.state_dict().values())
-        trained = [p for p in (*self.model.parameters(), *self.objective.parameters()) if p.requires_grad]
+        trained = [p for p in (*self.model.parameters(), *self.criterion.parameters()) if p.requires_grad]
         size = model_size + _optimizer_states(args) * sum(parameter.nbytes for parameter in trained)
-        size += sum(value.nbytes for value in self.objective.state_dict().values())
+        size += sum(value.nbytes for value in self.criterion.state_dict().values())
         planned = 1
         if args.save_strategy in (SaveStrategy.STEPS, SaveStrategy.EPOCH) and has_length(self.train_dataset):
             images = self._train_batch_size * args.gradient_accumulation_steps * args.world_size
@@ -484,15 +502,15 @@ class AvgKTrainer(Trainer):
     def _load_from_checkpoint(self, resume_from_checkpoint: str, model: nn.Module | None = None) -> None:
         super()._load_from_checkpoint(resume_from_checkpoint, model)
         self._load_calibration(resume_from_checkpoint)
-        if self.objective.state_dict():
+        if self.criterion.state_dict():
             state = load_file(Path(resume_from_checkpoint) / OBJECTIVE_STATE, device=str(self.args.device))
-            self.objective.load_state_dict(state)
+            self.criterion.load_state_dict(state)
 
     def _save_optimizer_and_scheduler(self, output_dir: str) -> None:
         """As in `Trainer`, with the state of the objective beside the model, not in it."""
         super()._save_optimizer_and_scheduler(output_dir)
-        if self.objective.state_dict() and self.args.should_save:
-            save_file(self.objective.state_dict(), Path(output_dir) / OBJECTIVE_STATE)
+        if self.criterion.state_dict() and self.args.should_save:
+            save_file(self.criterion.state_dict(), Path(output_dir) / OBJECTIVE_STATE)
 
     def _get_output_dir(self, trial: Any) -> str:
         """As in `Trainer`; while a checkpoint is written, a folder in the run's."""

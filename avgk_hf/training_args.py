@@ -20,6 +20,7 @@ class AvgKTrainingArguments(TrainingArguments):
         calibrate_k: Average set sizes to compute thresholds for in every evaluation; the model's own `k` is always
             among them.
         early_stopping_patience: Evaluations without improvement after which `avgk train` stops.
+        seeds: How often `avgk train` trains, with seeds `seed`, `seed` + 1, ..., each in a folder of its own.
         lr_milestones: Epochs after which the learning rate is multiplied by `lr_gamma`, instead of the schedule that
             `lr_scheduler_type` names.
         lr_gamma: The factor.
@@ -42,6 +43,9 @@ class AvgKTrainingArguments(TrainingArguments):
     lr_gamma: float = field(default=0.1, metadata={"help": "What lr_milestones multiply the learning rate by."})
     decay_all: bool = field(
         default=False, metadata={"help": "Apply weight decay to biases and normalisation layers too."}
+    )
+    seeds: int = field(
+        default=1, metadata={"help": "Train this often, with seeds `seed`, `seed` + 1, ..., and report the mean."}
     )
     metric_for_best_model: str | None = field(
         default="average_k_accuracy", metadata={"help": "The validation metric that decides on the best checkpoint."}
@@ -73,6 +77,8 @@ class AvgKTrainingArguments(TrainingArguments):
             raise ValueError(
                 f"early_stopping_patience={patience!r} must be a whole number of at least 1, or left out for none."
             )
+        if isinstance(self.seeds, bool) or not isinstance(self.seeds, int) or self.seeds < 1:
+            raise ValueError(f"seeds={self.seeds!r} must be a whole number of at least 1, e.g. `seeds: 5`.")
         metric = self.metric_for_best_model
         if metric is not None and (not isinstance(metric, str) or not metric):
             raise ValueError(f"metric_for_best_model={metric!r} must name a metric, e.g. 'average_k_accuracy'.")

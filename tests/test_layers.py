@@ -8,7 +8,7 @@ import avgk_hf
 ROOT = Path(__file__).parent.parent
 PACKAGE = ROOT / "avgk_hf"
 LAYERS = [
-    {"sets"},
+    {"sets", "report"},
     {"configuration", "metrics", "pipeline", "processes", "densenet"},
     {"data", "modeling", "losses"},
     {"auto", "training_args", "model_card", "hub", "runs"},
@@ -16,7 +16,7 @@ LAYERS = [
     {"calibrate"},
     {"plots"},
     {"train"},
-    {"demo"},
+    {"demo", "sweep"},
     {"cli"},
 ]
 REMOTE = {"configuration", "densenet", "modeling", "pipeline", "sets"}

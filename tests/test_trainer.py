@@ -307,13 +307,13 @@ def test_role_trains_its_label_estimates(make_trainer, make_model, tmp_path, cap
         max_grad_norm=0,
         save_total_limit=5,
     )
-    before = trainer.objective.theta.detach().clone()
+    before = trainer.criterion.theta.detach().clone()
     trainer.train()
     groups = trainer.optimizer.param_groups
-    assert groups[-1]["params"][0] is trainer.objective.theta
+    assert groups[-1]["params"][0] is trainer.criterion.theta
     assert groups[-1]["initial_lr"] == 10 * groups[0]["initial_lr"] and groups[-1]["weight_decay"] == 0
-    assert trainer.objective.theta.shape == (72, 6) and trainer.objective.seen.all()
-    assert not torch.equal(before, trainer.objective.theta)
+    assert trainer.criterion.theta.shape == (72, 6) and trainer.criterion.seen.all()
+    assert not torch.equal(before, trainer.criterion.theta)
 
     first, last = sorted(Path(trainer.args.output_dir).glob("checkpoint-*"), key=lambda p: int(p.name.split("-")[1]))
     assert (first / "objective.safetensors").is_file()
@@ -327,9 +327,9 @@ def test_role_trains_its_label_estimates(make_trainer, make_model, tmp_path, cap
         max_grad_norm=0,
         save_total_limit=5,
     )
-    assert not torch.equal(again.objective.theta, trainer.objective.theta)
+    assert not torch.equal(again.criterion.theta, trainer.criterion.theta)
     again.train(resume_from_checkpoint=str(first))
-    assert torch.equal(again.objective.theta, trainer.objective.theta)
+    assert torch.equal(again.criterion.theta, trainer.criterion.theta)
     assert torch.equal(again.model.ml_head.weight, trainer.model.ml_head.weight)
 
 

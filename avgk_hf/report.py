@@ -1,0 +1,156 @@
+"""Several runs, one table: the mean over seeds and its 95% confidence interval, for every metric."""
+
+import json
+import math
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+RESULTS = "results.json"
+COLUMNS = {
+    "average_k_accuracy": "average-K accuracy",
+    "mean_set_size": "mean set size",
+    "top1_accuracy": "top-1",
+    "topk_accuracy": "top-K",
+    "few_shot_accuracy": "few shot",
+    "medium_shot_accuracy": "medium shot",
+    "many_shot_accuracy": "many shot",
+}
+
+
+def interval(values: Sequence[float]) -> dict[str, float | int | None]:
+    """Mean and half width of the 95% confidence interval, by Student's t-distribution.
+
+    Of n values with mean m and standard deviation s the interval is m +- t s / sqrt(n), t the 0.975 quantile with n - 1
+    degrees of freedom. One value has a mean and no interval.
+
+    Example:
+        >>> found = interval([0.8, 0.9, 1.0])
+        >>> round(found["mean"], 4), round(found["half_width"], 4), found["n"]
+        (0.9, 0.2484, 3)
+        >>> interval([0.9])
+        {'mean': 0.9, 'half_width': None, 'n': 1}
+    """
+    from scipy.stats import t
+
+    n = len(values)
+    half_width = float(t.ppf(0.975, n - 1) * np.std(values, ddof=1) / math.sqrt(n)) if n > 1 else None
+    return {"mean": float(np.mean(values)), "half_width": half_width, "n": n}
+
+
+def read_results(path: Path) -> dict[str, Any]:
+    """What a finished `avgk train` wrote; refuses a broken file by its name."""
+    try:
+        results = json.loads(path.read_text())
+        return {**results, "hyperparameters": dict(results["hyperparameters"]), "seed": int(results["seed"])}
+    except (ValueError, KeyError, TypeError) as error:
+        raise ValueError(f"{path} is not the result of a finished `avgk train` ({error!r}).") from None
+
+
+def find_runs(folders: Sequence[str | Path]) -> list[Path]:
+    """The finished runs in these folders: each one itself, or its subfolders, as `avgk train --seeds` makes them."""
+    runs = []
+    for folder in map(Path, folders):
+        own = [folder] if (folder / RESULTS).is_file() else sorted(path.parent for path in folder.glob(f"*/{RESULTS}"))
+        if not own:
+            raise FileNotFoundError(f"{folder} holds no {RESULTS}, nor does a folder in it: name finished runs.")
+        runs += own
+    return list(dict.fromkeys(runs))
+
+
+def report(folders: Sequence[str | Path]) -> list[dict[str, Any]]:
+    """Runs that differ in nothing but the seed, together: mean and interval of every metric on every split.
+
+    Args:
+        folders: Folders of finished runs, or folders that hold such folders.
+
+    Returns:
+        One entry for each group, with `name`, `runs`, `seeds`, `hyperparameters` and `metrics` {split: {metric: mean,
+        half_width, n}}.
+    """
+    groups: dict[str, list[tuple[Path, dict[str, Any]]]] = {}
+    for run in find_runs(folders):
+        results = read_results(run / RESULTS)
+        same = {name: value for name, value in results["hyperparameters"].items() if name != "seed"}
+        key = json.dumps([results.get("data"), results["objective"], results["k"], same], sort_keys=True)
+        groups.setdefault(key, []).append((run, results))
+    reported = []
+    for members in groups.values():
+        by_seed = {results["seed"]: run for run, results in members}
+        if len(by_seed) < len(members):
+            runs = ", ".join(str(run) for run, _ in members)
+            raise ValueError(f"two of these runs have the same seed and count twice: {runs}. Name each seed once.")
+        first = members[0][1]
+        splits = [split for split in ("validation", "test") if all(split in results for _, results in members)]
+        metrics = {
+            split: {
+                name: interval([results[split][name] for _, results in members])
+                for name in first[split]
+                if all(name in results[split] for _, results in members)
+            }
+            for split in splits
+        }
+        shared = {name: value for name, value in first["hyperparameters"].items() if name != "seed"}
+        reported.append(
+            {
+                "name": f"{first['objective']}, K = {first['k']}",
+                "runs": [str(run) for run, _ in members],
+                "seeds": sorted(by_seed),
+                "hyperparameters": shared,
+                "metrics": metrics,
+            }
+        )
+    _name_apart(reported)
+    return reported
+
+
+def _name_apart(groups: list[dict[str, Any]]) -> None:
+    """Add to the names what distinguishes the groups."""
+    keys = dict.fromkeys(key for group in groups for key in group["hyperparameters"])
+    for key in keys:
+        values = [group["hyperparameters"].get(key) for group in groups]
+        if key not in ("objective", "k") and any(value != values[0] for value in values):
+            for group, value in zip(groups, values, strict=True):
+                if value is not None:
+                    group["name"] += f", {key} {value}"
+
+
+def as_text(found: dict[str, float | int | None], percent: bool) -> str:
+    """A mean with its interval, e.g. `97.12 ± 0.31`.
+
+    >>> as_text({"mean": 0.9712, "half_width": 0.0031, "n": 5}, percent=True)
+    '97.12 ± 0.31'
+    """
+    factor = 100 if percent else 1
+    text = f"{factor * found['mean']:.2f}"
+    return text if found["half_width"] is None else f"{text} ± {factor * found['half_width']:.2f}"
+
+
+def markdown(groups: list[dict[str, Any]]) -> str:
+    """The report as Markdown: one table for each split, accuracies in percent."""
+    lines = ["# Report", ""]
+    for split in ("test", "validation"):
+        rows = [(group, group["metrics"][split]) for group in groups if split in group["metrics"]]
+        names = [name for name in COLUMNS if any(name in metrics for _, metrics in rows)]
+        if not rows:
+            continue
+        lines += [f"## {split.capitalize()}", "", f"| | seeds | {' | '.join(COLUMNS[name] for name in names)} |"]
+        lines.append("|---" * (2 + len(names)) + "|")
+        for group, metrics in rows:
+            cells = [as_text(metrics[name], name != "mean_set_size") if name in metrics else "–" for name in names]
+            lines.append(f"| {group['name']} | {len(group['seeds'])} | {' | '.join(cells)} |")
+        lines.append("")
+    lines.append("Mean ± half width of the 95% confidence interval over seeds (Student's t); accuracies in percent.")
+    return "\n".join(lines) + "\n"
+
+
+def write_report(folders: Sequence[str | Path], out: str | Path) -> str:
+    """Write report.md and report.json to a folder and return the Markdown."""
+    groups = report(folders)
+    text = markdown(groups)
+    Path(out).mkdir(parents=True, exist_ok=True)
+    (Path(out) / "report.md").write_text(text)
+    (Path(out) / "report.json").write_text(json.dumps(groups, indent=2, ensure_ascii=False) + "\n")
+    return text

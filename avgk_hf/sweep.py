@@ -1,0 +1,275 @@
+"""Search hyperparameters on validation: `avgk sweep recipes/glyphs/avgk.yaml --search alpha=0.1,0.3,1,3,10 --seeds 3`.
+
+Every combination of values is trained with every seed by the Trainer's own `hyperparameter_search`. With Optuna (the
+default) finished trials are kept in SQLite in the output folder: the same command goes on after a crash, and in a
+second shell takes part of the work. The combination with the highest mean validation average-K accuracy wins; only it
+is then evaluated on test, once per seed.
+"""
+
+import itertools
+import json
+import os
+import shutil
+from dataclasses import dataclass, field, fields
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from .plots import sweep_curve
+from .report import as_text, interval
+from .train import HYPERPARAMETERS, ModelArguments, load_data, make_trainer, parse_recipe, read_recipe, run_seeds
+from .training_args import AvgKTrainingArguments
+
+METRIC = "eval_average_k_accuracy"
+BACKENDS = ("optuna", "ray")
+
+
+@dataclass
+class Sweep:
+    """What is searched: the content of a sweep file, or of the command line.
+
+    Args:
+        recipe: The recipe that is varied.
+        search: {field of the recipe: values to try}.
+        seeds: Number of seeds of every combination: 0, 1, ...
+        scale_learning_rate: Keep the ratio of learning rate to batch size where the batch size is searched.
+        output_dir: Folder for study, table, plot and the winner's runs.
+        backend: `"optuna"`, or `"ray"` for a cluster.
+        overrides: Further `--field value` arguments for the recipe.
+    """
+
+    recipe: str
+    search: dict[str, list[Any]]
+    seeds: int = 1
+    scale_learning_rate: bool = False
+    output_dir: str | None = None
+    backend: str = "optuna"
+    overrides: list[str] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        if not isinstance(self.search, dict) or not self.search:
+            raise ValueError("nothing to search: name a field and its values, e.g. `--search alpha=0.1,1,10`.")
+        model, training = ({f.name for f in fields(block)} for block in (ModelArguments, AvgKTrainingArguments))
+        for name, values in self.search.items():
+            if name not in model & set(HYPERPARAMETERS) and (name not in training or name == "seed"):
+                known = sorted({*HYPERPARAMETERS, "learning_rate", "num_train_epochs", "per_device_train_batch_size"})
+                raise ValueError(f"search: {name!r} cannot be searched; choose among {', '.join(known)} and the like.")
+            if (
+                not isinstance(values, list)
+                or len({json.dumps(value) for value in values}) != len(values)
+                or not values
+            ):
+                raise ValueError(f"search: {name}={values!r} must be a list of different values.")
+        if not isinstance(self.seeds, int) or self.seeds < 1:
+            raise ValueError(f"seeds={self.seeds!r} must be a whole number, at least 1.")
+        if self.backend not in BACKENDS:
+            raise ValueError(f"backend={self.backend!r} is unknown; choose one of {list(BACKENDS)}.")
+        if self.output_dir is None:
+            self.output_dir = f"runs/sweep-{Path(self.recipe).parent.name}-{Path(self.recipe).stem}"
+
+    def combinations(self) -> list[dict[str, Any]]:
+        """All combinations of the values."""
+        return [dict(zip(self.search, values, strict=True)) for values in itertools.product(*self.search.values())]
+
+
+def read_sweep(path: str, **given: Any) -> Sweep:
+    """The sweep that a file describes, a recipe being one without a search; what is given besides it wins.
+
+    Args:
+        path: A sweep file (with a key `recipe`, relative to the file) or a recipe.
+        given: Fields of `Sweep` from the command line; None where not given.
+    """
+    content = read_recipe(Path(path))
+    if "recipe" in content:
+        known = {f.name for f in fields(Sweep)} - {"overrides"}
+        unknown = [name for name in content if name not in known]
+        if unknown:
+            raise ValueError(f"unknown field {unknown[0]!r} in {path}; a sweep has {', '.join(sorted(known))}.")
+        content = {**content, "recipe": str(Path(path).parent / content["recipe"])}
+    else:
+        content = {"recipe": path, "search": {}}
+    return Sweep(**{**content, **{name: value for name, value in given.items() if value}})
+
+
+def parse_search(texts: list[str]) -> dict[str, list[Any]]:
+    """`["alpha=0.1,1"]` as `{"alpha": [0.1, 1]}`.
+
+    >>> parse_search(["alpha=0.1,1", "head=ml,sccp"])
+    {'alpha': [0.1, 1], 'head': ['ml', 'sccp']}
+    """
+    search = {}
+    for text in texts:
+        name, equals, values = text.partition("=")
+        if not equals or not values:
+            raise ValueError(f"--search {text}: write the field and its values, e.g. `--search alpha=0.1,1,10`.")
+        search[name.replace("-", "_")] = [yaml.safe_load(value) for value in values.split(",")]
+    return search
+
+
+def run_sweep(sweep: Sweep) -> dict[str, Any]:
+    """Search, choose on validation, evaluate the winner on test, and write table and plot.
+
+    Returns:
+        What is written to sweep.json: the trials, their summary, the winner and its results.
+    """
+    if os.environ.get("WORLD_SIZE", "1") != "1":
+        raise ValueError("a sweep is shared by starting `avgk sweep` several times, not by several processes of one.")
+    folder = Path(sweep.output_dir)
+    folder.mkdir(parents=True, exist_ok=True)
+    trials = {"optuna": _search_optuna, "ray": _search_ray}[sweep.backend](sweep, folder)
+    rows = summarise(sweep, trials)
+    missing = [row["values"] for row in rows if row["n"] < sweep.seeds]
+    if missing:  # another worker is still at it
+        print(f"{len(missing)} of {len(rows)} combinations are still being trained elsewhere; run the command again.")
+        return {"search": sweep.search, "summary": rows}
+    best = max(rows, key=lambda row: row["mean"])["values"]
+    winner = folder / "-".join(["winner", *(f"{name}-{value}" for name, value in best.items())])
+    overrides = [*_flags({**best, **_scaled(sweep, best)}), "--output_dir", str(winner), "--seed", "0"]
+    text = run_seeds([sweep.recipe, *sweep.overrides, *overrides, "--seeds", str(sweep.seeds)], keep=True)
+    found = {"recipe": sweep.recipe, "search": sweep.search, "seeds": sweep.seeds, "summary": rows, "winner": best}
+    found["runs"] = str(winner)
+    (folder / "sweep.json").write_text(json.dumps({**found, "trials": trials}, indent=2) + "\n")
+    (folder / "sweep.md").write_text(markdown(rows, best) + "\n" + text)
+    for name in sweep.search:
+        sweep_curve(_along(rows, name, best), name, folder / f"{name}.png")
+    return found
+
+
+def summarise(sweep: Sweep, trials: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """For each combination the mean validation accuracy over seeds, and its interval."""
+    rows = []
+    for values in sweep.combinations():
+        # a seed that was trained twice, by two workers at once, counts once
+        of_seed = {trial["seed"]: trial["value"] for trial in trials if trial["values"] == values}
+        found = interval(list(of_seed.values())) if of_seed else {"mean": None, "half_width": None, "n": 0}
+        rows.append({"values": values, **found})
+    return rows
+
+
+def markdown(rows: list[dict[str, Any]], best: dict[str, Any]) -> str:
+    """The summary as a table, the winner in bold."""
+    names = list(best)
+    lines = [f"| {' | '.join(names)} | validation average-K accuracy | seeds |", "|---" * (len(names) + 2) + "|"]
+    for row in rows:
+        mark = "**" if row["values"] == best else ""
+        cells = [f"{mark}{row['values'][name]}{mark}" for name in names]
+        lines.append(f"| {' | '.join(cells)} | {mark}{as_text(row, percent=True)}{mark} | {row['n']} |")
+    return "\n".join(lines) + "\n"
+
+
+def _along(rows: list[dict[str, Any]], name: str, best: dict[str, Any]) -> list[dict[str, Any]]:
+    """The rows that differ from the winner in nothing but one field."""
+    others = [other for other in best if other != name]
+    return [
+        {"value": row["values"][name], **{key: row[key] for key in ("mean", "half_width")}}
+        for row in rows
+        if all(row["values"][other] == best[other] for other in others)
+    ]
+
+
+def _flags(values: dict[str, Any]) -> list[str]:
+    return [text for name, value in values.items() for text in (f"--{name}", str(value))]
+
+
+def _scaled(sweep: Sweep, values: dict[str, Any]) -> dict[str, float]:
+    """The learning rate for a searched batch size."""
+    batch = "per_device_train_batch_size"
+    if not sweep.scale_learning_rate or batch not in values:
+        return {}
+    _, _, args = parse_recipe([sweep.recipe, *sweep.overrides])
+    return {"learning_rate": args.learning_rate * values[batch] / args.per_device_train_batch_size}
+
+
+def _trainer(sweep: Sweep, folder: Path) -> Any:
+    """A trainer that builds the model of a trial; it keeps no checkpoints, and never sees the test split."""
+    kept = ["--output_dir", str(folder / "trials"), "--save_strategy", "no", "--load_best_model_at_end", "false"]
+    model_args, data_args, args = parse_recipe([sweep.recipe, *sweep.overrides, *kept])
+    args.early_stopping_patience = None  # its count would go on from one trial to the next
+
+    def of_trial(trial: Any) -> ModelArguments:
+        values = getattr(trial, "params", trial) or {}  # optuna's trials have them, ray's are them
+        own = {name: values[name] for name in sweep.search if name in HYPERPARAMETERS and name in values}
+        return ModelArguments(**{**vars(model_args), **own})
+
+    data, _ = load_data(data_args, args)
+    return make_trainer(model_args, data_args, args, data, of_trial)
+
+
+def _best_so_far(trainer: Any) -> Any:
+    """The objective of a trial: its best evaluation, as the best checkpoint of a training would be chosen."""
+
+    def objective(metrics: dict[str, float]) -> float:
+        history = [entry[METRIC] for entry in trainer.state.log_history if METRIC in entry]
+        return max([metrics[METRIC], *history])
+
+    return objective
+
+
+def _search_optuna(sweep: Sweep, folder: Path) -> list[dict[str, Any]]:
+    try:
+        import optuna
+    except ImportError as error:
+        raise ImportError("a sweep needs optuna: `pip install 'avgk_hf[sweep]'`.") from error
+    grid = {**sweep.search, "seed": list(range(sweep.seeds))}
+    # SQLite and the categories of a study are fixed when it is made: another search is another study
+    name = json.dumps({"recipe": Path(sweep.recipe).name, "grid": grid, "overrides": sweep.overrides})
+    place = {"storage": f"sqlite:///{folder / 'study.db'}", "study_name": name}
+    sampler = optuna.samplers.GridSampler(grid, seed=0)
+    study = optuna.create_study(**place, sampler=sampler, direction="maximize", load_if_exists=True)
+    finished = {json.dumps(trial.params, sort_keys=True) for trial in study.get_trials(states=[_complete()])}
+    for trial in study.get_trials(deepcopy=False):
+        again = trial.state == optuna.trial.TrialState.FAIL and trial.params.keys() == grid.keys()
+        if again and json.dumps(trial.params, sort_keys=True) not in finished:
+            study.enqueue_trial(trial.params, skip_if_exists=True)
+    total = len(sweep.combinations()) * sweep.seeds
+    print(f"{total} trainings, {len(finished)} of them finished; study in {folder / 'study.db'}")
+    if len(finished) < total:
+        trainer = _trainer(sweep, folder)
+
+        def space(trial: Any) -> dict[str, Any]:
+            values = {name: trial.suggest_categorical(name, options) for name, options in grid.items()}
+            own = {name: value for name, value in values.items() if name not in HYPERPARAMETERS}
+            return {**own, **_scaled(sweep, values)}
+
+        trainer.hyperparameter_search(
+            space, _best_so_far(trainer), n_trials=total, direction="maximize", backend="optuna", sampler=sampler,
+            load_if_exists=True, **place,
+        )  # fmt: skip
+        shutil.rmtree(folder / "trials", ignore_errors=True)
+    return [
+        {
+            "values": {key: trial.params[key] for key in sweep.search},
+            "seed": trial.params["seed"],
+            "value": trial.value,
+        }
+        for trial in study.get_trials(states=[_complete()])
+    ]
+
+
+def _complete() -> Any:
+    from optuna.trial import TrialState
+
+    return TrialState.COMPLETE
+
+
+def _search_ray(sweep: Sweep, folder: Path) -> list[dict[str, Any]]:
+    try:
+        from ray import tune
+    except ImportError as error:
+        raise ImportError("--backend ray needs `pip install 'ray[tune]'`.") from error
+    trainer = _trainer(sweep, folder)
+    grid = {**sweep.search, "seed": list(range(sweep.seeds))}
+    space = {name: tune.grid_search(options) for name, options in grid.items()}
+    best = trainer.hyperparameter_search(
+        lambda _: space, _best_so_far(trainer), n_trials=1, direction="maximize", backend="ray",
+        storage_path=str((folder / "ray").resolve()), name="sweep",
+    )  # fmt: skip
+    return [
+        {
+            "values": {key: trial.config[key] for key in sweep.search},
+            "seed": trial.config["seed"],
+            "value": trial.last_result["objective"],
+        }
+        for trial in best.run_summary.trials
+    ]
