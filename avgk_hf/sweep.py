@@ -6,6 +6,7 @@ second shell takes part of the work. The combination with the highest mean valid
 is then evaluated on test, once per seed.
 """
 
+import hashlib
 import itertools
 import json
 import os
@@ -15,10 +16,23 @@ from pathlib import Path
 from typing import Any
 
 import yaml
+from filelock import FileLock
+from transformers import set_seed
 
+from .modeling import AvgKForImageClassification
 from .plots import sweep_curve
 from .report import as_text, interval
-from .train import HYPERPARAMETERS, ModelArguments, load_data, make_trainer, parse_recipe, read_recipe, run_seeds
+from .train import (
+    HYPERPARAMETERS,
+    ModelArguments,
+    build_model,
+    load_data,
+    make_trainer,
+    parse_recipe,
+    read_recipe,
+    run_seeds,
+)
+from .trainer import AvgKTrainer
 from .training_args import AvgKTrainingArguments
 
 METRIC = "eval_average_k_accuracy"
@@ -67,6 +81,17 @@ class Sweep:
             raise ValueError(f"backend={self.backend!r} is unknown; choose one of {list(BACKENDS)}.")
         if self.output_dir is None:
             self.output_dir = f"runs/sweep-{Path(self.recipe).parent.name}-{Path(self.recipe).stem}"
+
+    @property
+    def grid(self) -> dict[str, list[Any]]:
+        """The search with the seeds."""
+        return {**self.search, "seed": list(range(self.seeds))}
+
+    @property
+    def digest(self) -> str:
+        """Stands for recipe and overrides: trials of other ones are not comparable."""
+        text = json.dumps([Path(self.recipe).read_text(), self.overrides, self.scale_learning_rate])
+        return hashlib.sha256(text.encode()).hexdigest()[:8]
 
     def combinations(self) -> list[dict[str, Any]]:
         """All combinations of the values."""
@@ -124,9 +149,11 @@ def run_sweep(sweep: Sweep) -> dict[str, Any]:
         print(f"{len(missing)} of {len(rows)} combinations are still being trained elsewhere; run the command again.")
         return {"search": sweep.search, "summary": rows}
     best = max(rows, key=lambda row: row["mean"])["values"]
-    winner = folder / "-".join(["winner", *(f"{name}-{value}" for name, value in best.items())])
+    values = [f"{name}-{value}" for name, value in best.items()]
+    winner = folder / "-".join(["winner", *values, sweep.digest])
     overrides = [*_flags({**best, **_scaled(sweep, best)}), "--output_dir", str(winner), "--seed", "0"]
-    text = run_seeds([sweep.recipe, *sweep.overrides, *overrides, "--seeds", str(sweep.seeds)], keep=True)
+    with FileLock(folder / "winner.lock"):  # of several workers one trains it, and the others find it finished
+        text = run_seeds([sweep.recipe, *sweep.overrides, *overrides, "--seeds", str(sweep.seeds)], keep=True)
     found = {"recipe": sweep.recipe, "search": sweep.search, "seeds": sweep.seeds, "summary": rows, "winner": best}
     found["runs"] = str(winner)
     (folder / "sweep.json").write_text(json.dumps({**found, "trials": trials}, indent=2) + "\n")
@@ -181,19 +208,33 @@ def _scaled(sweep: Sweep, values: dict[str, Any]) -> dict[str, float]:
     return {"learning_rate": args.learning_rate * values[batch] / args.per_device_train_batch_size}
 
 
-def _trainer(sweep: Sweep, folder: Path) -> Any:
+def _trainer(sweep: Sweep, folder: Path) -> AvgKTrainer:
     """A trainer that builds the model of a trial; it keeps no checkpoints, and never sees the test split."""
     kept = ["--output_dir", str(folder / "trials"), "--save_strategy", "no", "--load_best_model_at_end", "false"]
     model_args, data_args, args = parse_recipe([sweep.recipe, *sweep.overrides, *kept])
     args.early_stopping_patience = None  # its count would go on from one trial to the next
-
-    def of_trial(trial: Any) -> ModelArguments:
-        values = getattr(trial, "params", trial) or {}  # optuna's trials have them, ray's are them
-        own = {name: values[name] for name in sweep.search if name in HYPERPARAMETERS and name in values}
-        return ModelArguments(**{**vars(model_args), **own})
-
     data, _ = load_data(data_args, args)
-    return make_trainer(model_args, data_args, args, data, of_trial)
+    classes = data["train"].features["label"].names
+
+    def model_init(trial: Any) -> AvgKForImageClassification:
+        values = _values(sweep, trial)
+        if isinstance(trial, dict):  # ray's, which the trainer reads next
+            trial.update(_scaled(sweep, values))
+        own = {name: value for name, value in values.items() if name in HYPERPARAMETERS}
+        # the stock trainer reads the seed of a trial only after its model is made
+        set_seed(values.get("seed", args.seed))
+        model = build_model(ModelArguments(**{**vars(model_args), **own}), classes)
+        set_seed(values.get("seed", args.seed))
+        return model
+
+    return make_trainer(model_args, data_args, args, data, model_init)
+
+
+def _values(sweep: Sweep, trial: Any) -> dict[str, Any]:
+    """What a trial has drawn; optuna draws when it is asked for the first time, ray's trials are the values."""
+    if trial is None or isinstance(trial, dict):
+        return trial or {}
+    return {name: trial.suggest_categorical(name, options) for name, options in sweep.grid.items()}
 
 
 def _best_so_far(trainer: Any) -> Any:
@@ -209,26 +250,31 @@ def _best_so_far(trainer: Any) -> Any:
 def _search_optuna(sweep: Sweep, folder: Path) -> list[dict[str, Any]]:
     try:
         import optuna
+        from optuna.trial import TrialState
     except ImportError as error:
         raise ImportError("a sweep needs optuna: `pip install 'avgk_hf[sweep]'`.") from error
-    grid = {**sweep.search, "seed": list(range(sweep.seeds))}
-    # SQLite and the categories of a study are fixed when it is made: another search is another study
-    name = json.dumps({"recipe": Path(sweep.recipe).name, "grid": grid, "overrides": sweep.overrides})
+    grid = sweep.grid
+    # what a study searches is fixed when it is made: another search is another study
+    name = json.dumps({"recipe": sweep.digest, "grid": grid})
     place = {"storage": f"sqlite:///{folder / 'study.db'}", "study_name": name}
     sampler = optuna.samplers.GridSampler(grid, seed=0)
     study = optuna.create_study(**place, sampler=sampler, direction="maximize", load_if_exists=True)
-    finished = {json.dumps(trial.params, sort_keys=True) for trial in study.get_trials(states=[_complete()])}
-    for trial in study.get_trials(deepcopy=False):
-        again = trial.state == optuna.trial.TrialState.FAIL and trial.params.keys() == grid.keys()
-        if again and json.dumps(trial.params, sort_keys=True) not in finished:
-            study.enqueue_trial(trial.params, skip_if_exists=True)
+    finished = study.get_trials(deepcopy=False, states=[TrialState.COMPLETE])
+    queued = study.get_trials(deepcopy=False, states=[TrialState.WAITING, TrialState.RUNNING])
+    known = [trial.system_attrs.get("fixed_params", trial.params) for trial in (*finished, *queued)]
+    for trial in study.get_trials(deepcopy=False, states=[TrialState.FAIL]):  # interrupted: the sampler counts it
+        if trial.params.keys() == grid.keys() and trial.params not in known:
+            study.enqueue_trial(trial.params)
+            known.append(trial.params)
+    done = {json.dumps(trial.params, sort_keys=True) for trial in finished}
     total = len(sweep.combinations()) * sweep.seeds
-    print(f"{total} trainings, {len(finished)} of them finished; study in {folder / 'study.db'}")
-    if len(finished) < total:
+    print(f"{total} trainings, {len(done)} of them finished; study in {folder / 'study.db'}")
+    if len(done) < total:
         trainer = _trainer(sweep, folder)
 
         def space(trial: Any) -> dict[str, Any]:
-            values = {name: trial.suggest_categorical(name, options) for name, options in grid.items()}
+            """What of a trial the training arguments take."""
+            values = _values(sweep, trial)
             own = {name: value for name, value in values.items() if name not in HYPERPARAMETERS}
             return {**own, **_scaled(sweep, values)}
 
@@ -243,14 +289,8 @@ def _search_optuna(sweep: Sweep, folder: Path) -> list[dict[str, Any]]:
             "seed": trial.params["seed"],
             "value": trial.value,
         }
-        for trial in study.get_trials(states=[_complete()])
+        for trial in study.get_trials(deepcopy=False, states=[TrialState.COMPLETE])
     ]
-
-
-def _complete() -> Any:
-    from optuna.trial import TrialState
-
-    return TrialState.COMPLETE
 
 
 def _search_ray(sweep: Sweep, folder: Path) -> list[dict[str, Any]]:
@@ -259,8 +299,7 @@ def _search_ray(sweep: Sweep, folder: Path) -> list[dict[str, Any]]:
     except ImportError as error:
         raise ImportError("--backend ray needs `pip install 'ray[tune]'`.") from error
     trainer = _trainer(sweep, folder)
-    grid = {**sweep.search, "seed": list(range(sweep.seeds))}
-    space = {name: tune.grid_search(options) for name, options in grid.items()}
+    space = {name: tune.grid_search(options) for name, options in sweep.grid.items()}
     best = trainer.hyperparameter_search(
         lambda _: space, _best_so_far(trainer), n_trials=1, direction="maximize", backend="ray",
         storage_path=str((folder / "ray").resolve()), name="sweep",

@@ -312,7 +312,7 @@ def make_trainer(
     data_args: DataArguments,
     args: AvgKTrainingArguments,
     data: dict[str, Dataset],
-    of_trial: Callable[[Any], ModelArguments] | None = None,
+    model_init: Callable[[Any], AvgKForImageClassification] | None = None,
 ) -> AvgKTrainer:
     """The trainer that the recipe describes.
 
@@ -321,15 +321,15 @@ def make_trainer(
         data_args: Data block.
         args: Training block.
         data: Train and validation, as `load_data` gives them.
-        of_trial: In a hyperparameter search, the model block of a trial.
+        model_init: In a hyperparameter search, what builds the model of a trial.
     """
     classes = data["train"].features["label"].names
     set_seed(args.seed)
     model = build_model(model_args, classes)
     patience = args.early_stopping_patience
     return AvgKTrainer(
-        model=None if of_trial else model,
-        model_init=(lambda trial: build_model(of_trial(trial), classes)) if of_trial else None,
+        model=None if model_init else model,
+        model_init=model_init,
         args=args,
         train_dataset=prepare(data["train"], model.config, data_args.augmentation),
         eval_dataset=prepare(data["validation"], model.config),
