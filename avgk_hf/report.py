@@ -23,8 +23,8 @@ COLUMNS = {
 def interval(values: Sequence[float]) -> dict[str, float | int | None]:
     """Mean and half width of the 95% confidence interval, by Student's t-distribution.
 
-    Of n values with mean m and standard deviation s it is m +- t s / sqrt(n), t the 0.975 quantile for n - 1 degrees of
-    freedom. One value has a mean and no interval.
+    Of n values with mean m and standard deviation s it is m +- t s / sqrt(n), t the 0.975 quantile with n - 1 degrees
+    of freedom. One value has a mean and no interval.
 
     Example:
         >>> found = interval([0.8, 0.9, 1.0])

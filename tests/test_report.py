@@ -1,0 +1,81 @@
+"""Reports: intervals by hand, runs grouped by everything but the seed."""
+
+import json
+import math
+
+import pytest
+from scipy import stats
+
+from avgk_hf.cli import main
+from avgk_hf.report import interval, markdown, report
+
+
+def test_interval_is_scipys():
+    values = [0.91, 0.95, 0.93, 0.90, 0.97]
+    low, high = stats.ttest_1samp(values, 0).confidence_interval(0.95)
+    found = interval(values)
+    assert (found["mean"] - found["half_width"], found["mean"] + found["half_width"]) == pytest.approx((low, high))
+    assert found["half_width"] == pytest.approx(2.776445 * stats.tstd(values) / math.sqrt(5), rel=1e-6)
+    assert interval([0.5]) == {"mean": 0.5, "half_width": None, "n": 1}
+
+
+def test_seeds_through_the_command(recipe, tmp_path, capsys):
+    """`avgk train --seeds 3`: three runs, a report over them, and the same from `avgk report`."""
+    assert main(["train", str(recipe), "--seeds", "3", "--num_train_epochs", "1"]) == 0
+    run = tmp_path / "run"
+    results = [json.loads((run / f"seed-{seed}" / "results.json").read_text()) for seed in (1, 2, 3)]
+    assert [result["seed"] for result in results] == [1, 2, 3]
+    (group,) = json.loads((run / "report.json").read_text())
+    for split in ("validation", "test"):
+        for name in ("average_k_accuracy", "mean_set_size", "average_k_accuracy@3"):
+            assert group["metrics"][split][name] == interval([result[split][name] for result in results])
+    assert (run / "report.md").read_text() in capsys.readouterr().out
+    assert len({result["validation"]["loss"] for result in results}) == 3
+
+    assert main(["report", str(run), "--out", str(tmp_path / "report")]) == 0
+    assert (tmp_path / "report" / "report.md").read_text() == (run / "report.md").read_text()
+
+    # one seed is missing: with resume the others stay as they are
+    (run / "seed-2" / "results.json").unlink()
+    kept = (run / "seed-1" / "results.json").stat().st_mtime_ns
+    assert (
+        main(["train", str(recipe), "--seeds", "3", "--num_train_epochs", "1", "--resume_from_checkpoint", "last"])
+        == 0
+    )
+    assert json.loads((run / "seed-2" / "results.json").read_text()) == results[1]
+    assert (run / "seed-1" / "results.json").stat().st_mtime_ns == kept
+
+
+def write(folder, seed: int, accuracy: float, **hyperparameters) -> None:
+    folder.mkdir(parents=True)
+    metrics = {"average_k_accuracy": accuracy, "mean_set_size": 2.0}
+    values = {"alpha": 1.0, "seed": seed, **hyperparameters}
+    results = {"data": {}, "objective": "avgk", "k": 2, "seed": seed, "hyperparameters": values, "test": metrics}
+    (folder / "results.json").write_text(json.dumps(results))
+
+
+def test_runs_are_grouped_by_everything_but_the_seed(tmp_path):
+    for seed in range(3):
+        write(tmp_path / f"a{seed}", seed, 0.9 + 0.01 * seed)
+        write(tmp_path / f"b{seed}", seed, 0.8, alpha=5.0)
+    groups = report([tmp_path])
+    assert [(group["name"], group["seeds"]) for group in groups] == [
+        ("avgk, K = 2, alpha 1.0", [0, 1, 2]),
+        ("avgk, K = 2, alpha 5.0", [0, 1, 2]),
+    ]
+    text = markdown(groups)
+    assert "| avgk, K = 2, alpha 1.0 | 3 | 91.00 ± 2.48 | 2.00 ± 0.00 |" in text
+    assert "| avgk, K = 2, alpha 5.0 | 3 | 80.00 ± 0.00 | 2.00 ± 0.00 |" in text
+
+
+def test_bad_reports_are_refused(tmp_path, capsys):
+    assert main(["report", str(tmp_path)]) == 2
+    assert "holds no results.json" in capsys.readouterr().err
+    write(tmp_path / "a", 0, 0.9)
+    write(tmp_path / "b", 0, 0.8)
+    assert main(["report", str(tmp_path)]) == 2
+    assert "same seed" in capsys.readouterr().err
+    for text in ("{", "[]", "{}", '{"hyperparameters": 3, "seed": 1}'):
+        (tmp_path / "a" / "results.json").write_text(text)
+        assert main(["report", str(tmp_path / "a")]) == 2
+        assert "results.json is not the result of a finished" in capsys.readouterr().err

@@ -1,0 +1,167 @@
+"""Sweeps: the trials are trainings of the recipe, they survive a crash, and only the winner sees the test split."""
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import optuna
+import pytest
+
+from avgk_hf.cli import main
+from avgk_hf.sweep import Sweep, _scaled, read_sweep
+from avgk_hf.train import main as train
+from avgk_hf.train import parse_recipe
+
+ROOT = Path(__file__).parent.parent
+SWEEPS = sorted((ROOT / "recipes").glob("*/sweep_*.yaml"))
+SEARCH = ["--search", "alpha=0.01,30", "--seeds", "2"]
+
+
+def completed(folder: Path) -> list[tuple[dict, float]]:
+    storage = f"sqlite:///{folder / 'study.db'}"
+    (name,) = optuna.get_all_study_names(storage)
+    trials = optuna.load_study(study_name=name, storage=storage).trials
+    return [(trial.params, trial.value) for trial in trials if trial.state.name == "COMPLETE"]
+
+
+def test_a_sweep_chooses_on_validation_and_tests_the_winner_once(recipe, tmp_path, capsys):
+    out = tmp_path / "sweep"
+    assert main(["sweep", str(recipe), *SEARCH, "--out", str(out), "--learning_rate", "0.1"]) == 0
+    found = json.loads((out / "sweep.json").read_text())
+    values = {(trial["values"]["alpha"], trial["seed"]): trial["value"] for trial in found["trials"]}
+    assert len(found["trials"]) == len(values) == 4
+    means = {alpha: (values[alpha, 0] + values[alpha, 1]) / 2 for alpha in (0.01, 30)}
+    assert found["winner"]["alpha"] == max(means, key=means.get)
+    assert {row["values"]["alpha"]: row["mean"] for row in found["summary"]} == pytest.approx(means)
+
+    # a trial is the training that `avgk train` does with its values and its seed
+    runs = sorted(Path(found["runs"]).glob("seed-*/results.json"))
+    results = [json.loads(path.read_text()) for path in runs]
+    assert [result["seed"] for result in results] == [0, 1]
+    for result in results:
+        assert result["hyperparameters"]["learning rate"] == 0.1
+        own = values[result["hyperparameters"]["alpha"], result["seed"]]
+        assert own == result["validation"]["average_k_accuracy"]
+        assert 0 <= result["test"]["average_k_accuracy"] <= 1
+    loser = next(alpha for alpha in means if alpha != found["winner"]["alpha"])
+    other = ["--alpha", str(loser), "--seed", "1", "--learning_rate", "0.1", "--output_dir", str(tmp_path / "loser")]
+    train([str(recipe), *other])
+    result = json.loads((tmp_path / "loser" / "results.json").read_text())
+    assert result["validation"]["average_k_accuracy"] == values[loser, 1]
+
+    assert (out / "alpha.png").read_bytes()[:4] == b"\x89PNG"
+    assert "| **" in (out / "sweep.md").read_text() and not (out / "trials").exists()
+    times = {path: path.stat().st_mtime_ns for path in runs}
+    capsys.readouterr()
+    assert main(["sweep", str(recipe), *SEARCH, "--out", str(out), "--learning_rate", "0.1"]) == 0
+    assert "4 trainings, 4 of them finished" in capsys.readouterr().out
+    assert {path: path.stat().st_mtime_ns for path in runs} == times and len(completed(out)) == 4
+
+
+def test_trials_never_read_the_test_split(recipe, image_folder, tmp_path, capsys):
+    """With unreadable test images the search succeeds, and only the winner fails on them."""
+    data = tmp_path / "data"
+    shutil.copytree(image_folder, data)
+    for path in (data / "test").rglob("*.png"):
+        path.write_bytes(b"no image")
+    out = tmp_path / "sweep"
+    assert main(["sweep", str(recipe), "--search", "alpha=1,2", "--out", str(out), "--dataset", str(data)]) == 2
+    error = capsys.readouterr().err
+    assert "cannot be read as an image" in error and f"{data / 'test'}" in error
+    assert len(completed(out)) == 2
+
+
+def test_a_killed_sweep_goes_on_and_workers_share_it(recipe, tmp_path):
+    """kill -9 after the first trial; then two workers finish the rest together."""
+    out = tmp_path / "sweep"
+    search = ["--search", "alpha=0.01,1,30", "--num_train_epochs", "1", "--out", str(out)]
+    command = [sys.executable, "-m", "avgk_hf.cli", "sweep", str(recipe), *search]
+    env = {**os.environ, "OMP_NUM_THREADS": "1"}
+    with open(tmp_path / "log", "w") as log:
+        worker = subprocess.Popen(command, env=env, stdout=log, stderr=log)
+        for _ in range(1200):
+            time.sleep(0.1)
+            if (out / "study.db").exists() and worker.poll() is None:
+                try:
+                    if completed(out):
+                        break
+                except Exception:  # the database is being made
+                    continue
+        worker.kill()
+        worker.wait()
+    before = completed(out)
+    assert before, (tmp_path / "log").read_text()
+    workers = [
+        subprocess.Popen(command, env=env, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+        for _ in range(2)
+    ]
+    texts = [worker.communicate(timeout=200)[0] for worker in workers]
+    assert [worker.returncode for worker in workers] == [0, 0], texts
+    after = completed(out)
+    assert all(trial in after for trial in before)
+    assert {parameters["alpha"] for parameters, _ in after} == {0.01, 1, 30}
+    assert len({(parameters["alpha"], value) for parameters, value in after}) == 3  # trained once or twice, the same
+    assert [row["n"] for row in json.loads((out / "sweep.json").read_text())["summary"]] == [1, 1, 1]
+
+
+def test_ray_does_the_same(recipe, tmp_path):
+    """In a process of its own: ray cannot send a trainer to its workers after another one was used."""
+    pytest.importorskip("ray")
+    search = ["--search", "per_device_train_batch_size=8,16", "--scale-learning-rate", "--num_train_epochs", "1"]
+    command = ["sweep", str(recipe), *search, "--out"]
+    assert main([*command, str(tmp_path / "optuna")]) == 0
+    ray = [sys.executable, "-m", "avgk_hf.cli", *command, str(tmp_path / "ray"), "--backend", "ray"]
+    env = {**os.environ, "OMP_NUM_THREADS": "1"}
+    done = subprocess.run(ray, env=env, capture_output=True, text=True, timeout=240)
+    assert done.returncode == 0, done.stderr
+    of_ray, of_optuna = (
+        json.loads((tmp_path / name / "sweep.json").read_text())["summary"] for name in ("ray", "optuna")
+    )
+    assert of_ray == of_optuna
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ([], "nothing to search"),
+        (["--search", "alpha"], "write the field and its values"),
+        (["--search", "aplha=1,2"], "'aplha' cannot be searched"),
+        (["--search", "seed=1,2"], "'seed' cannot be searched"),
+        (["--search", "alpha=1,1"], "different values"),
+        (["--search", "alpha=1,2", "--seeds", "-1"], "seeds=-1 must be a whole number"),
+        (["--search", "alpha=1,2", "--no_such_field", "3"], "unknown field 'no_such_field'"),
+    ],
+)
+def test_bad_sweeps_are_refused(recipe, tmp_path, capsys, arguments, message):
+    assert main(["sweep", str(recipe), "--out", str(tmp_path / "sweep"), *arguments]) == 2
+    assert message in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("path", SWEEPS, ids=lambda path: f"{path.parent.name}/{path.stem}")
+def test_the_studies_of_the_appendix(path):
+    """alpha over decades; the batch size with learning rate / batch size held at that of the recipe."""
+    sweep = read_sweep(str(path))
+    assert Path(sweep.recipe).is_file() and sweep.seeds >= 3
+    (name,) = sweep.search
+    values = sweep.search[name]
+    assert values == sorted(values)
+    if path.stem == "sweep_alpha":
+        assert name == "alpha" and values[-1] / values[0] >= 100
+        return
+    assert name == "per_device_train_batch_size" and sweep.scale_learning_rate
+    ratios = {_scaled(sweep, {name: value})["learning_rate"] / value for value in values}
+    _, _, args = parse_recipe([sweep.recipe])
+    assert ratios == {pytest.approx(args.learning_rate / args.per_device_train_batch_size)}
+
+
+def test_a_sweep_file_refuses_unknown_fields(tmp_path, recipe):
+    path = tmp_path / "sweep.yaml"
+    path.write_text(f"recipe: {recipe}\nsearch: {{alpha: [1, 2]}}\nsedes: 3\n")
+    with pytest.raises(ValueError, match="unknown field 'sedes'"):
+        read_sweep(str(path))
+    path.write_text(f"recipe: {recipe}\nsearch: {{alpha: [1, 2]}}\nseeds: 3\n")
+    assert read_sweep(str(path), seeds=5) == Sweep(str(recipe), {"alpha": [1, 2]}, seeds=5)
