@@ -347,8 +347,8 @@ def test_a_damaged_model_is_refused_by_file_and_field(damage, model_folder, imag
     parts = message.split(".*")
     before = {path.name: path.read_bytes() for path in model_folder.iterdir()}
     for arguments in commands:
-        if arguments[0] == "push" and "config.json: " in message:
-            continue  # uploads files as they are, and fails for want of a Hub here
+        if (arguments[0], damage) == ("card", "no weights"):
+            continue  # which a card does not need
         capsys.readouterr()
         assert main(arguments) == 2, arguments
         error = capsys.readouterr().err.strip().splitlines()[-1]
