@@ -152,20 +152,21 @@ class AvgKConfig(PreTrainedConfig):
         try:
             return super().from_dict(config_dict, **kwargs)
         except (ValueError, TypeError, StrictDataclassError) as error:
-            if "name_or_path" not in kwargs:
+            if "name_or_path" not in kwargs:  # given by AutoConfig
                 raise
-            raise ValueError(
-                f"{Path(kwargs['name_or_path'], 'config.json')}: {' '.join(str(error).split())}"
-            ) from error
+            raise _in_file(Path(kwargs["name_or_path"], "config.json"), error) from error
 
     @classmethod
     def from_pretrained(cls, pretrained_model_name_or_path: str | os.PathLike, **kwargs: Any) -> "AvgKConfig":
         """As in the base class; a broken config.json is refused with its name and the field's."""
         path = Path(pretrained_model_name_or_path, kwargs.get("subfolder") or "", "config.json")
-        if path.is_file():
-            read_json(path)
-        kwargs.setdefault("name_or_path", str(pretrained_model_name_or_path))
-        return super().from_pretrained(pretrained_model_name_or_path, **kwargs)
+        if not path.is_file():
+            return super().from_pretrained(pretrained_model_name_or_path, **kwargs)
+        read_json(path)
+        try:
+            return super().from_pretrained(pretrained_model_name_or_path, **kwargs)
+        except (ValueError, TypeError, StrictDataclassError) as error:
+            raise _in_file(path, error) from error
 
     def to_json_file(self, json_file_path: str | os.PathLike, use_diff: bool = True) -> None:
         """As in the base class; a file that exists is replaced when the new one is complete."""
@@ -232,6 +233,10 @@ AvgKConfig.__init__ = _readable(AvgKConfig.__init__)
 
 def _plain(thresholds: dict[float, float]) -> dict[str, float]:
     return {k_key(k): float(lambda_val) for k, lambda_val in sorted(thresholds.items())}
+
+
+def _in_file(path: Path, error: Exception) -> ValueError:
+    return ValueError(f"{path}: {' '.join(str(error).split())}")
 
 
 def read_json(path: Path) -> dict[str, Any]:

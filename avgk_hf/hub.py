@@ -5,6 +5,7 @@ from typing import Any
 
 from huggingface_hub import HfApi
 
+from .configuration import AvgKConfig, read_json
 from .modeling import UNFINISHED, check_folder
 
 # weights, thresholds, card, pictures and the code for trust_remote_code; no optimizer state, pickle or local path
@@ -27,6 +28,8 @@ def push_folder(
     """
     folder = Path(folder)
     check_folder(folder)
+    if read_json(folder / "config.json").get("model_type") == AvgKConfig.model_type:
+        AvgKConfig.from_pretrained(folder)  # refuses thresholds that nobody could use
     api = HfApi(token=token)
     try:
         repo_id = api.create_repo(repo_id, private=private, exist_ok=True).repo_id

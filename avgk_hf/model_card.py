@@ -147,7 +147,7 @@ def card_of_run(folder: str | Path, repo: str | None = None) -> ModelCard:
     folder = Path(folder)
     if not (folder / "results.json").is_file():
         raise FileNotFoundError(f"{folder} holds no results.json; name the folder of a finished `avgk train`.")
-    check_folder(folder)
+    check_folder(folder, weights=False)
     results = read_results(folder)
     metrics = {split: results[split] for split in ("validation", "test") if split in results}
     sizes = results.get("set_sizes", {}).get("all")

@@ -456,8 +456,13 @@ def _portable_cfg(pretrained_cfg: dict[str, Any], in_chans: int, image_size: int
     return {k: list(v) if isinstance(v, tuple) else v for k, v in cfg.items() if v is not None}
 
 
-def check_folder(folder: str | os.PathLike) -> None:
-    """Refuse a folder whose model is missing, half written or pickled, with the name of the file."""
+def check_folder(folder: str | os.PathLike, weights: bool = True) -> None:
+    """Refuse a folder whose model is missing, half written or pickled, with the name of the file.
+
+    Args:
+        folder: A saved model.
+        weights: Whether there must be weights, or config.json alone will do.
+    """
     folder = Path(folder)
     if not (folder / "config.json").is_file():
         raise FileNotFoundError(f"{folder} holds no config.json; name the folder of a saved model.")
@@ -466,7 +471,7 @@ def check_folder(folder: str | os.PathLike) -> None:
     index = folder / "model.safetensors.index.json"
     if not names and index.is_file():
         names = sorted(set(read_json(index).get("weight_map", {}).values()))
-    if not names:
+    if not names and weights:
         state = ("training_args", "optimizer", "scheduler", "scaler", "rng_state")  # of a training, not of a model
         pickles = [p.name for ending in ("bin", "pt", "pth", "ckpt") for p in sorted(folder.glob(f"*.{ending}"))]
         for name in (name for name in pickles if not name.startswith(state)):

@@ -33,7 +33,8 @@ def classifier(request, tmp_path_factory):
         save_vit(folder)
     else:
         model = timm.create_model("test_resnet", num_classes=6)
-        timm.models.save_for_hf(model, folder, model_config={"num_classes": 6, "label_names": CLASSES})
+        config = {"num_classes": 6, "label_names": CLASSES}
+        timm.models.save_for_hf(model, folder, model_config=config, safe_serialization=True)
     return folder
 
 

@@ -42,6 +42,12 @@ for line in sys.stdin:
                 os.kill(os.getpid(), signal.SIGKILL)
             return step(self, *args, **kwargs)
         AvgKTrainer.training_step = training_step
+        save = AvgKTrainer._save_rng_state
+        def save_rng_state(self, folder):
+            if self.state.global_step == job["kill_saving"]:
+                os.kill(os.getpid(), signal.SIGKILL)
+            return save(self, folder)
+        AvgKTrainer._save_rng_state = save_rng_state
         code = 1
         try:
             code = main(job["arguments"]) if job["arguments"] else exec(job["code"]) or 0
@@ -68,8 +74,9 @@ def command(environment):
     pipe = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True, "env": environment}
     with subprocess.Popen([sys.executable, "-c", DRIVER], **pipe) as driver:
 
-        def run(*arguments, kill_in=None, file_size=None, code=None):
-            job = {"arguments": [str(a) for a in arguments], "kill_in": kill_in, "file_size": file_size, "code": code}
+        def run(*arguments, **job):
+            nothing = dict.fromkeys(("kill_in", "kill_saving", "file_size", "code"))
+            job = {**nothing, **job, "arguments": [str(argument) for argument in arguments]}
             driver.stdin.write(json.dumps(job) + "\n")
             driver.stdin.flush()
             return json.loads(driver.stdout.readline())
@@ -347,8 +354,8 @@ def test_a_damaged_model_is_refused_by_file_and_field(damage, model_folder, imag
     parts = message.split(".*")
     before = {path.name: path.read_bytes() for path in model_folder.iterdir()}
     for arguments in commands:
-        if arguments[0] == "push" and "config.json: " in message:
-            continue  # uploads files as they are, and fails for want of a Hub here
+        if (arguments[0], damage) == ("card", "no weights"):
+            continue  # which a card does not need
         capsys.readouterr()
         assert main(arguments) == 2, arguments
         error = capsys.readouterr().err.strip().splitlines()[-1]
@@ -413,7 +420,8 @@ def test_a_checkpoint_that_cannot_be_written_leaves_the_last_one(recipe, tmp_pat
     fields = often(optim="adamw_torch", num_train_epochs=2, save_total_limit=2)
     assert command("train", recipe, *fields, "--output_dir", tmp_path / "whole")[0] == 0
     run = tmp_path / "run"
-    assert command("train", recipe, *fields, kill_in=5)[0] == -signal.SIGKILL
+    assert command("train", recipe, *fields, kill_saving=6)[0] == -signal.SIGKILL
+    assert (run / ".unfinished" / "checkpoint-6").is_dir() and not (run / "checkpoint-6").exists()
     whole = sizes(run / "checkpoint-3")
     assert whole["optimizer.pt"] > 1.5 * whole["model.safetensors"]
     for limit in (int(1.2 * whole["model.safetensors"]), whole["model.safetensors"] // 2):
