@@ -3,12 +3,11 @@
 import argparse
 import json
 import os
-import signal
 import sys
-import threading
 from pathlib import Path
 
 from . import __version__
+from .shell import guarded
 
 
 def build_parser() -> argparse.ArgumentParser:
@@ -232,20 +231,6 @@ COMMANDS = {
 }
 
 
-class Terminated(KeyboardInterrupt):
-    """The process was asked to end by SIGTERM, as job schedulers do."""
-
-
-def _terminate(*_: object) -> None:
-    raise Terminated
-
-
-def _one_line(error: Exception) -> str:
-    """The message of an error; one that a loader's process raised is the last line of the traceback it sent."""
-    lines = str(error).strip().splitlines() or [type(error).__name__]
-    return lines[-1].partition(": ")[2] if "Traceback (most recent call last)" in str(error) else " ".join(lines)
-
-
 def main(arguments: list[str] | None = None) -> int:
     """Entry point of `avgk`; returns the exit code."""
     arguments = sys.argv[1:] if arguments is None else arguments
@@ -256,22 +241,7 @@ def main(arguments: list[str] | None = None) -> int:
         args.overrides = overrides
     else:
         args = build_parser().parse_args(arguments)
-    main_thread = threading.current_thread() is threading.main_thread()  # only there signals can be handled
-    before = signal.signal(signal.SIGTERM, _terminate) if main_thread else None
-    try:
-        COMMANDS[args.command](args)
-    except KeyboardInterrupt as stop:
-        print(f"\navgk {args.command}: {str(stop) or 'stopped.'}", file=sys.stderr)
-        return 128 + (signal.SIGTERM if isinstance(stop, Terminated) else signal.SIGINT)
-    except (ValueError, OSError, ImportError) as error:
-        if os.environ.get("AVGK_DEBUG"):
-            raise
-        print(f"avgk {args.command}: {_one_line(error)}", file=sys.stderr)
-        return 2
-    finally:
-        if main_thread:
-            signal.signal(signal.SIGTERM, before)
-    return 0
+    return guarded(args.command, lambda: COMMANDS[args.command](args))
 
 
 if __name__ == "__main__":

@@ -36,6 +36,7 @@ from .plots import set_size_histogram
 from .report import RESULTS, write_report
 from .runs import check_output_dir, where_to_go_on
 from .sets import HEADS, SCORES, SHOTS, check_k, is_number, k_key
+from .shell import guarded
 from .trainer import AvgKTrainer
 from .training_args import AvgKTrainingArguments
 
@@ -486,4 +487,4 @@ def main(arguments: list[str] | None = None) -> None:
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(guarded("train", main))

@@ -8,7 +8,7 @@ import avgk_hf
 ROOT = Path(__file__).parent.parent
 PACKAGE = ROOT / "avgk_hf"
 LAYERS = [
-    {"sets", "report"},
+    {"sets", "report", "shell"},
     {"configuration", "metrics", "pipeline", "processes", "densenet"},
     {"data", "modeling", "losses"},
     {"auto", "training_args", "model_card", "hub", "runs"},
