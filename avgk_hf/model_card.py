@@ -140,11 +140,17 @@ def card_of_run(folder: str | Path, repo: str | None = None) -> ModelCard:
     folder = Path(folder)
     if not (folder / "results.json").is_file():
         raise FileNotFoundError(f"{folder} holds no results.json; name the folder of a finished `avgk train`.")
-    results = json.loads((folder / "results.json").read_text())
+    try:
+        results = json.loads((folder / "results.json").read_text())
+        rows, dataset = results["hyperparameters"], results["dataset"]
+    except (ValueError, KeyError, TypeError) as error:
+        raise ValueError(
+            f"{folder / 'results.json'} is not what `avgk train` writes ({error!r}); train again."
+        ) from error
     metrics = {split: results[split] for split in ("validation", "test") if split in results}
     sizes = results.get("set_sizes", {}).get("all")
     config = AvgKConfig.from_pretrained(folder)
-    return render_card(repo or folder.name, config, metrics, results["hyperparameters"], results["dataset"], sizes)
+    return render_card(repo or folder.name, config, metrics, rows, dataset, sizes)
 
 
 def _eval_results(config: AvgKConfig, metrics: dict[str, float], split: str, dataset: str | None) -> list[EvalResult]:

@@ -202,7 +202,12 @@ def plot_runs(runs: Sequence[str | Path], out: str | Path, formats: Sequence[str
 def _read_results(run: Path) -> dict[str, Any]:
     if not (run / "results.json").is_file():
         raise FileNotFoundError(f"{run} holds no results.json; name the folder of a finished `avgk train`.")
-    results = json.loads((run / "results.json").read_text())
+    try:
+        results = dict(json.loads((run / "results.json").read_text()))
+    except (ValueError, TypeError) as error:
+        raise ValueError(
+            f"{run / 'results.json'} is not what `avgk train` writes ({error!r}); train again."
+        ) from error
     if "set_sizes" not in results:
         raise ValueError(f"{run} was not evaluated on a test split, so there are no set sizes to show.")
     return results

@@ -21,7 +21,7 @@ import numpy as np
 import pytest
 import torch
 import yaml
-from datasets import ClassLabel, Dataset, DatasetDict, Features, List, Value
+from datasets import ClassLabel, Dataset, DatasetDict, Features, Value
 from datasets import Image as ImageFeature
 from huggingface_hub import ModelCard
 from PIL import Image
@@ -656,8 +656,10 @@ def test_misspelt_recipe_fields(case, tmp_path):
         parse_recipe([str(path), f"--{word}", "1"])
 
 
+WEIGHTS = ("alpha", "beta", "epsilon", "role_lambda", "theta_lr")
+NO_WEIGHT = [NAN, INF, -INF, -1, -1e-9, "1", None, True, [1], HUGE]
 BAD_CONFIG = {
-    **dict.fromkeys(("alpha", "beta", "epsilon", "role_lambda", "theta_lr"), [NAN, INF, -INF, -1, -1e-9, "1", None, True, [1], HUGE]),
+    **dict.fromkeys(WEIGHTS, NO_WEIGHT),
     "k": [NAN, INF, -INF, -1, 0, 0.99, "2", None, True, [2], HUGE],
     "objective": ["", "AVGK", "hinge", None, 3, True, ["avgk"]],
     "score": ["", "Softmax", "probability", None, 3, True],
@@ -675,8 +677,10 @@ BAD_CONFIG = {
         *({"2": -0.001}, {"2": 1.001}, {"2": 7}, {"2": HUGE}, {"6": 0.5}, {"7": 0.5}, {"0": 0.5}, {"0.5": 0.5}),
         *({"-2": 0.5}, {"nan": 0.5}, {"inf": 0.5}, {"two": 0.5}, {"": 0.5}, {"1e400": 0.5}),
     ],
-    "head_thresholds": [3, [1], {"ml": 3}, {"ml": {"2": NAN}}, {"ml": {"9": 0.5}}, {"third": {"2": 0.5}}, {"ml": {"2": -1}}],
-}  # fmt: skip
+    "head_thresholds": [
+        *(3, [1], {"ml": 3}, {"ml": {"2": NAN}}, {"ml": {"9": 0.5}}, {"third": {"2": 0.5}}, {"ml": {"2": -1}}),
+    ],
+}
 
 
 @cases((field, i) for field, values in BAD_CONFIG.items() for i in range(len(values)))
@@ -711,8 +715,8 @@ BAD_RECIPE = {
     "image_size": NO_COUNT,
     "in_chans": NO_COUNT,
     "glyphs_seed": [value for value in NO_COUNT if value not in ("0", "99999999")],
-    **dict.fromkeys(("objective", "score", "head", "augmentation", "on_bad_image"), ["hinge", "3", *NO_TEXT]),
-    **dict.fromkeys(("pretrained", "freeze_backbone", "channels_last"), ["maybe", "3", "[true]", "{a: 1}", "''"]),
+    **{key: ["hinge", "3", *NO_TEXT] for key in ("objective", "score", "head", "augmentation", "on_bad_image")},
+    **{key: ["maybe", "3", "[true]", "{a: 1}", "''"] for key in ("pretrained", "freeze_backbone", "channels_last")},
     **dict.fromkeys(("model", "checkpoint", "dataset", "dataset_config", "image_column", "label_column"), NO_TEXT),
     **dict.fromkeys(("train_split", "validation_split", "test_split"), NO_TEXT),
     "calibrate_k": [
@@ -729,7 +733,7 @@ BAD_RECIPE = {
         "[[1]]",
     ],
     "early_stopping_patience": ["0", "-1", "1.5", "never", "true", ".nan"],
-    "metric_for_best_model": ["''", '"\\0"'],
+    "metric_for_best_model": ["''", "acuracy", "eval_average_k_acuracy", "3", '"\\0"'],
     "batch_eval_metrics": ["false", "maybe"],
     "include_for_metrics": ["[inputs]"],
     "remove_unused_columns": ["maybe", "3"],
@@ -981,7 +985,6 @@ def test_an_index_column_is_numbered_anew(case, tmp_path):
         ("picture", "label"),
         ("image", "species"),
         ("label", "image"),
-        ("label", "index"),
         ("", "label"),
     ]
 )
@@ -1061,14 +1064,17 @@ def test_skipped_images_are_counted_once_and_the_rest_numbered(spoilt, monkeypat
         skip_bad_images(table([0, 1], [b"", None], index=[0, 1]), "test")
 
 
-def test_training_and_commands_skip_bad_images(spoilt, tmp_path, capsys):
+def test_training_and_commands_skip_bad_images(spoilt, tmp_path, capsys, monkeypatch):
     """The numbers are those of the same data with the broken images deleted."""
     recipe = tmp_path / "recipe.yaml"
     recipe.write_text(RECIPE.format(dataset=spoilt, output=tmp_path / "run"))
     options = ["--num_train_epochs", "1", "--objective", "role"]
     with refused(".png cannot be read as an image"):
         train([str(recipe), *options])
+    warnings = []
+    monkeypatch.setattr("avgk_hf.train.logger.warning", warnings.append)
     train([str(recipe), *options, "--on_bad_image", "skip"])
+    assert warnings == ["1 of 6 classes have no training image, e.g. 'oak': they count as few shot."]
     results = json.loads((tmp_path / "run" / "results.json").read_text())
     assert results["skipped"] == {"train": 2, "validation": 1, "test": 1}
     config = json.loads((tmp_path / "run" / "config.json").read_text())
@@ -1110,17 +1116,56 @@ def test_bad_options_of_commands(case, saved_model, image_folder, capsys):
         main_refuses(["calibrate", str(saved_model.folder), str(image_folder), *case], capsys)
 
 
+@cases(itertools.product(("min_size", "max_size", "k", "lambda_val"), [-1, 1.5, "2", True, NAN, 99, HUGE, [2]]))
+def test_bad_options_of_the_pipeline(case, saved_model):
+    name, value = case
+    if (name, value) in (
+        ("lambda_val", -1),
+        ("lambda_val", 1.5),
+        ("lambda_val", 99),
+        ("max_size", 99),
+        ("max_size", HUGE),
+    ):
+        assert 1 <= len(saved_model.classify(picture(), **{name: value})) <= 6
+        return
+    with refused(name):
+        saved_model.classify(picture(), **{name: value})
+
+
+@cases(["", "{", "[]", "3", "null", '{"k": 2}', '{"dataset": "x"}', "\0"])
+def test_broken_results_of_a_run(case, saved_model, tmp_path):
+    from avgk_hf.model_card import card_of_run
+    from avgk_hf.plots import plot_runs
+
+    (tmp_path / "run").mkdir()
+    (tmp_path / "run" / "config.json").write_bytes((saved_model.folder / "config.json").read_bytes())
+    (tmp_path / "run" / "results.json").write_text(case)
+    with refused("results.json"):
+        card_of_run(tmp_path / "run")
+    with refused(str(tmp_path / "run")):
+        plot_runs([tmp_path / "run"], tmp_path / "plots")
+
+
+@cases([0, 7, 8, 100, 5000, -100, -1])
+def test_truncated_weights(case, saved_model, tmp_path, capsys):
+    for path in saved_model.folder.iterdir():
+        data = path.read_bytes()
+        (tmp_path / path.name).write_bytes(data[:case] if path.suffix == ".safetensors" else data)
+    (tmp_path / "image.png").write_bytes(PNG)
+    with refused(str(tmp_path), "weights"):
+        main_refuses(["predict", str(tmp_path), str(tmp_path / "image.png")], capsys)
+
+
 # ----------------------------------------------------------------------------------------------------------- 6. names
 
 HOSTILE = [
     *("../../x", "/abs", "a/b", "..", ".", "", " ", "...", "a\0b", "a\nb", "a\rb", "a\x1b[31mb", "a\\b", "x" * 300),
-    *("../", "./x", "a/../../b", "//", "\u2028", "~/x/y"),
+    *("../", "./x", "a/../../b", "//", "\u2028", "~/x/y", "$HOME"),
 ]
 ODD = [
     "~",
     "-rf",
     "--out",
-    "$HOME",
     "a b",
     "a:b",
     "a|b",
