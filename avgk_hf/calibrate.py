@@ -11,6 +11,7 @@ import timm
 import torch
 from datasets import Dataset
 from huggingface_hub.utils import tqdm
+from safetensors import SafetensorError
 from torch import Tensor
 from transformers import AutoImageProcessor, AutoModelForImageClassification, PreTrainedModel, default_data_collator
 
@@ -35,7 +36,10 @@ def load_classifier(name: str) -> PreTrainedModel:
             raise FileNotFoundError(f"there is no model folder {name!r}.")
         if "/" not in name:
             name = _timm_repo(name)
-    return AutoModelForImageClassification.from_pretrained(name, use_safetensors=True).eval()
+    try:
+        return AutoModelForImageClassification.from_pretrained(name, use_safetensors=True).eval()
+    except SafetensorError as error:
+        raise ValueError(f"the weights of {name} cannot be read ({error}); copy or download them again.") from error
 
 
 def _timm_repo(name: str) -> str:

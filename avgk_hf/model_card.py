@@ -149,10 +149,11 @@ def card_of_run(folder: str | Path, repo: str | None = None) -> ModelCard:
         raise FileNotFoundError(f"{folder} holds no results.json; name the folder of a finished `avgk train`.")
     check_folder(folder, weights=False)
     results = read_results(folder)
+    rows, dataset = results["hyperparameters"], results["dataset"]
     metrics = {split: results[split] for split in ("validation", "test") if split in results}
     sizes = results.get("set_sizes", {}).get("all")
     config = AvgKConfig.from_pretrained(folder)
-    return render_card(repo or folder.name, config, metrics, results["hyperparameters"], results["dataset"], sizes)
+    return render_card(repo or folder.name, config, metrics, rows, dataset, sizes)
 
 
 def read_results(folder: Path, *further: str) -> dict[str, Any]:

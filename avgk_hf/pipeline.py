@@ -95,6 +95,9 @@ class AverageKImageClassificationPipeline(Pipeline):
     ) -> list[dict[str, Any]]:
         """The set of one image."""
         config = self.model.config
+        for name, size in (("min_size", min_size), ("max_size", max_size)):
+            if size is not None and (isinstance(size, bool) or not isinstance(size, int) or size < 0):
+                raise ValueError(f"{name}={size!r} must be a whole number of classes, e.g. `{name}=3`.")
         if max_size is not None and max_size < min_size:
             raise ValueError(f"max_size={max_size} is below min_size={min_size}: no set can have such a size.")
         threshold = stored_threshold(config, k) if lambda_val is None else lambda_val

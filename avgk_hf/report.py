@@ -8,6 +8,8 @@ from typing import Any
 
 import numpy as np
 
+from .model_card import read_results
+
 RESULTS = "results.json"
 COLUMNS = {
     "average_k_accuracy": "average-K accuracy",
@@ -40,15 +42,6 @@ def interval(values: Sequence[float]) -> dict[str, float | int | None]:
     return {"mean": float(np.mean(values)), "half_width": half_width, "n": n}
 
 
-def read_results(path: Path) -> dict[str, Any]:
-    """What a finished `avgk train` wrote; refuses a broken file by its name."""
-    try:
-        results = json.loads(path.read_text())
-        return {**results, "hyperparameters": dict(results["hyperparameters"]), "seed": int(results["seed"])}
-    except (ValueError, KeyError, TypeError) as error:
-        raise ValueError(f"{path} is not the result of a finished `avgk train` ({error!r}).") from None
-
-
 def find_runs(folders: Sequence[str | Path]) -> list[Path]:
     """The finished runs in these folders: each one itself, or its subfolders, as `avgk train --seeds` makes them."""
     runs = []
@@ -72,7 +65,10 @@ def report(folders: Sequence[str | Path]) -> list[dict[str, Any]]:
     """
     groups: dict[str, list[tuple[Path, dict[str, Any]]]] = {}
     for run in find_runs(folders):
-        results = read_results(run / RESULTS)
+        results = read_results(run)
+        for name in ("objective", "k", "seed"):
+            if name not in results:
+                raise ValueError(f"{run / RESULTS} has no field {name!r}; write it anew with `avgk train`.")
         same = {name: value for name, value in results["hyperparameters"].items() if name != "seed"}
         key = json.dumps([results.get("data"), results["objective"], results["k"], same], sort_keys=True)
         groups.setdefault(key, []).append((run, results))

@@ -138,6 +138,9 @@ def _check_fields(block: Any) -> None:
             raise ValueError(f"{item.name}={value!r} is empty or holds control characters; write a plain name.")
 
 
+METRICS = ("loss", "average_k_accuracy", *(f"average_k_accuracy_{head}" for head in HEADS), "lambda_val")
+METRICS += ("mean_set_size", "empty_sets", "top1_accuracy", "topk_accuracy", "macro_accuracy")
+METRICS += tuple(f"{name}_shot_accuracy" for name in SHOTS)
 HYPERPARAMETERS = ("alpha", "beta", "epsilon", "role_lambda", "theta_lr", "candidate_scope", "score", "head")
 Arguments = tuple[ModelArguments, DataArguments, AvgKTrainingArguments]
 
@@ -168,7 +171,13 @@ def parse_recipe(arguments: list[str]) -> Arguments:
     for name, value in recipe.items():
         _check_value(str(name), value, path)
     parser = _Parser(blocks, allow_abbrev=False)
-    return parser.parse_args_into_dataclasses([*_as_flags(recipe), *overrides], look_for_args_file=False)
+    parsed = parser.parse_args_into_dataclasses([*_as_flags(recipe), *overrides], look_for_args_file=False)
+    best = parsed[2].metric_for_best_model
+    if best and best.removeprefix("eval_").partition("@")[0] not in METRICS:
+        near = difflib.get_close_matches(best.removeprefix("eval_"), METRICS, n=1)
+        hint = f"Did you mean {near[0]!r}?" if near else f"Choose one of {', '.join(METRICS)}."
+        raise ValueError(f"metric_for_best_model={best!r} is no metric of an evaluation. {hint}")
+    return parsed
 
 
 class _Loader(yaml.SafeLoader):

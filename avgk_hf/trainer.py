@@ -47,7 +47,7 @@ from .runs import (
     last_checkpoint,
     where_to_go_on,
 )
-from .sets import HEADS, SetStatistics, check_k, head_scores, k_key, predict_sets, ranked_sets
+from .sets import HEADS, SetStatistics, check_finite, check_k, head_scores, k_key, predict_sets, ranked_sets
 from .training_args import AvgKTrainingArguments
 
 logger = logging.get_logger(__name__)
@@ -363,6 +363,9 @@ class AvgKTrainer(Trainer):
         first, stride = self._next, world_size() * self.args.eval_batch_size
         self._next += stride if world_size() > 1 else len(logits)
         config: AvgKConfig = self.model.config
+        for of_head in (logits, sccp_logits):
+            if of_head is not None:
+                self._check_logits(of_head, first)
         scores = {head: head_scores(logits, sccp_logits, head, config.score) for head in self._statistics}
         if self._sets is not None:
             answer = scores[config.head_for()]
@@ -374,6 +377,12 @@ class AvgKTrainer(Trainer):
             statistics.update(scores[head], labels, first)
         self._loss_sum += loss.double() * len(labels)
         return None, None, None
+
+    def _check_logits(self, logits: Tensor, first: int) -> None:
+        try:
+            check_finite(logits, first)
+        except ValueError as error:
+            raise ValueError(f"batch {first // self.args.eval_batch_size} of the evaluation: {error}") from None
 
     def _merge(self) -> None:
         """Exchange what the processes collected, so that each has the whole."""

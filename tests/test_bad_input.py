@@ -21,7 +21,7 @@ import numpy as np
 import pytest
 import torch
 import yaml
-from datasets import ClassLabel, Dataset, DatasetDict, Features, List, Value
+from datasets import ClassLabel, Dataset, DatasetDict, Features, Value
 from datasets import Image as ImageFeature
 from huggingface_hub import ModelCard
 from PIL import Image
@@ -145,7 +145,9 @@ def png_header(width, height):
         return struct.pack(">I", len(data)) + kind + data + struct.pack(">I", zlib.crc32(kind + data))
 
     header = struct.pack(">IIBBBBB", width, height, 8, 2, 0, 0, 0)
-    return b"\x89PNG\r\n\x1a\n" + chunk(b"IHDR", header) + chunk(b"IDAT", zlib.compress(b"\0" * 9)) + chunk(b"IEND", b"")
+    return (
+        b"\x89PNG\r\n\x1a\n" + chunk(b"IHDR", header) + chunk(b"IDAT", zlib.compress(b"\0" * 9)) + chunk(b"IEND", b"")
+    )
 
 
 BAD_IMAGES = {
@@ -182,7 +184,9 @@ def saved_model(tmp_path_factory):
     folder = tmp_path_factory.mktemp("bad") / "model"
     model.save_pretrained(folder)
     classify = pipeline("average-k-image-classification", model=str(folder))
-    return SimpleNamespace(folder=folder, model=model.eval(), classify=classify, transform=ImageTransform(model.config))
+    return SimpleNamespace(
+        folder=folder, model=model.eval(), classify=classify, transform=ImageTransform(model.config)
+    )
 
 
 @pytest.mark.filterwarnings("ignore::PIL.Image.DecompressionBombWarning")
@@ -191,7 +195,9 @@ def test_bad_images_are_refused_at_every_door(case, saved_model, tmp_path, capsy
     what, door = case
     path = tmp_path / "broken.jpg"
     path.write_bytes(BAD_IMAGES[what])
-    with refused("broken.jpg" if door in ("path", "dict", "pipeline", "predict") else "image", "cannot be read as an image"):
+    named = "broken.jpg" if door in ("path", "dict", "pipeline", "predict") else "image"
+    why = "limit" if "bomb" in what else "200 times the other" if "20000" in what else ""
+    with refused(named, "cannot be read as an image", why):
         if door == "path":
             open_image(path)
         elif door == "bytes":
@@ -214,7 +220,9 @@ def main_refuses(arguments, capsys):
     exec(compile("raise ValueError(line)", PACKAGE, "exec"), {"line": line})
 
 
-@cases([None, {}, {"bytes": None, "path": None}, "nowhere.png", Path("nowhere.png"), "nul\0.png", "x" * 5000, 7, [1], "."])
+@cases(
+    [None, {}, {"bytes": None, "path": None}, "nowhere.png", Path("nowhere.png"), "nul\0.png", "x" * 5000, 7, [1], "."]
+)
 def test_what_is_no_image_at_all(case, saved_model):
     with refused():
         open_image(case)
@@ -358,8 +366,8 @@ def test_tensors_that_are_fine(saved_model):
             model.predict_sets(grey, **bad)
     vit = AvgKForImageClassification.from_timm("test_vit", num_labels=6, k=2)
     vit.config.set_calibration({2: 0.1}, {})
-    with refused("(1, 3, 32, 32) do not fit test_vit", "resize the images to 160 x 160"):
-        vit.predict_sets(torch.rand(1, 3, 32, 32))
+    with refused("(1, 3, 33, 33) do not fit test_vit", "resize the images to 160 x 160"):
+        vit.predict_sets(torch.rand(1, 3, 33, 33))
 
 
 # ---------------------------------------------------------------------------------------------------------- 4. values
@@ -369,9 +377,9 @@ def reference_threshold(scores, k):
     """Algorithm 1, slow and obvious; None where no threshold exists."""
     n, num_labels = scores.shape
     ordered = sorted(scores.astype(np.float32).ravel().tolist(), reverse=True)
-    rank = round(k * n)
-    if np.isnan(scores).any() or not 1 <= k < num_labels or rank + 1 > len(ordered):
+    if np.isnan(scores).any() or not 1 <= k < num_labels or round(k * n) + 1 > len(ordered):
         return None
+    rank = round(k * n)
     lambda_val = float(np.float32(0.5) * (np.float32(ordered[rank - 1]) + np.float32(ordered[rank])))
     return lambda_val if math.isfinite(lambda_val) else None
 
@@ -412,7 +420,8 @@ def test_thresholds_and_sets_of_hand_made_scores(case):
     sets = predict_sets(scores, expected)
     assert sets.tolist() == [[value >= expected for value in row] for row in scores.tolist()]
     best_first = [
-        sorted((j for j in range(len(row)) if row[j] >= expected), key=lambda j: (-row[j], j)) for row in scores.tolist()
+        sorted((j for j in range(len(row)) if row[j] >= expected), key=lambda j: (-row[j], j))
+        for row in scores.tolist()
     ]
     assert ranked_sets(torch.from_numpy(scores), sets) == best_first
     hits = [float(scores[i, label] >= expected) for i, label in enumerate(labels)]
@@ -449,6 +458,7 @@ NO_MATRIX = {
     for name in ("average_k_threshold", "AverageKThreshold", "SetStatistics", "predict_sets", "metric")
     if not (name != "average_k_threshold" and name != "metric" and what in ("no images",))
     and not (name == "predict_sets" and what == "no classes")
+    and not (name == "metric" and what == "truth values")
 )
 def test_what_is_no_matrix_of_scores(case):
     scores = NO_MATRIX[case[0]]
@@ -646,8 +656,10 @@ def test_misspelt_recipe_fields(case, tmp_path):
         parse_recipe([str(path), f"--{word}", "1"])
 
 
+WEIGHTS = ("alpha", "beta", "epsilon", "role_lambda", "theta_lr")
+NO_WEIGHT = [NAN, INF, -INF, -1, -1e-9, "1", None, True, [1], HUGE]
 BAD_CONFIG = {
-    **dict.fromkeys(("alpha", "beta", "epsilon", "role_lambda", "theta_lr"), [NAN, INF, -INF, -1, -1e-9, "1", None, True, [1], HUGE]),
+    **dict.fromkeys(WEIGHTS, NO_WEIGHT),
     "k": [NAN, INF, -INF, -1, 0, 0.99, "2", None, True, [2], HUGE],
     "objective": ["", "AVGK", "hinge", None, 3, True, ["avgk"]],
     "score": ["", "Softmax", "probability", None, 3, True],
@@ -665,8 +677,10 @@ BAD_CONFIG = {
         *({"2": -0.001}, {"2": 1.001}, {"2": 7}, {"2": HUGE}, {"6": 0.5}, {"7": 0.5}, {"0": 0.5}, {"0.5": 0.5}),
         *({"-2": 0.5}, {"nan": 0.5}, {"inf": 0.5}, {"two": 0.5}, {"": 0.5}, {"1e400": 0.5}),
     ],
-    "head_thresholds": [3, [1], {"ml": 3}, {"ml": {"2": NAN}}, {"ml": {"9": 0.5}}, {"third": {"2": 0.5}}, {"ml": {"2": -1}}],
-}  # fmt: skip
+    "head_thresholds": [
+        *(3, [1], {"ml": 3}, {"ml": {"2": NAN}}, {"ml": {"9": 0.5}}, {"third": {"2": 0.5}}, {"ml": {"2": -1}}),
+    ],
+}
 
 
 @cases((field, i) for field, values in BAD_CONFIG.items() for i in range(len(values)))
@@ -675,11 +689,10 @@ def test_bad_config_values(case, tmp_path):
     with refused(field if field != "k" else "k="):
         AvgKConfig(**{"num_labels": 6, "k": 2, field: value})
     good = AvgKConfig(num_labels=6, k=2).to_dict()
-    with contextlib.suppress(ValueError):  # an int of 400 digits is no JSON
+    if value != {2: 0.5}:  # which is right as soon as JSON has made text of the key
         (tmp_path / "config.json").write_text(json.dumps({**good, field: value}))
         with refused(field if field != "k" else "k="):
             AvgKConfig.from_pretrained(tmp_path)
-            raise AssertionError("not refused")
 
 
 def test_config_values_that_are_fine():
@@ -702,13 +715,25 @@ BAD_RECIPE = {
     "image_size": NO_COUNT,
     "in_chans": NO_COUNT,
     "glyphs_seed": [value for value in NO_COUNT if value not in ("0", "99999999")],
-    **dict.fromkeys(("objective", "score", "head", "augmentation", "on_bad_image"), ["hinge", "3", *NO_TEXT]),
-    **dict.fromkeys(("pretrained", "freeze_backbone", "channels_last"), ["maybe", "3", "[true]", "{a: 1}", "''"]),
+    **{key: ["hinge", "3", *NO_TEXT] for key in ("objective", "score", "head", "augmentation", "on_bad_image")},
+    **{key: ["maybe", "3", "[true]", "{a: 1}", "''"] for key in ("pretrained", "freeze_backbone", "channels_last")},
     **dict.fromkeys(("model", "checkpoint", "dataset", "dataset_config", "image_column", "label_column"), NO_TEXT),
     **dict.fromkeys(("train_split", "validation_split", "test_split"), NO_TEXT),
-    "calibrate_k": ["many", "0", "[0]", "[1, .nan]", "[1, two]", "[.inf]", "{a: 1}", "true", "[true]", "[-1]", "[[1]]"],
+    "calibrate_k": [
+        "many",
+        "0",
+        "[0]",
+        "[1, .nan]",
+        "[1, two]",
+        "[.inf]",
+        "{a: 1}",
+        "true",
+        "[true]",
+        "[-1]",
+        "[[1]]",
+    ],
     "early_stopping_patience": ["0", "-1", "1.5", "never", "true", ".nan"],
-    "metric_for_best_model": ["''", '"\\0"'],
+    "metric_for_best_model": ["''", "acuracy", "eval_average_k_acuracy", "3", '"\\0"'],
     "batch_eval_metrics": ["false", "maybe"],
     "include_for_metrics": ["[inputs]"],
     "remove_unused_columns": ["maybe", "3"],
@@ -756,7 +781,7 @@ BAD_YAML = {
     "no key": (b"~: x\n", "unknown field 'None'"),
     "an empty key": (b"'': x\n", "unknown field ''"),
     "a key with a newline": (b'"mo\\ndel": x\n', "unknown field"),
-    "deep": (b"model: " + b"[" * 3000, "not valid YAML"),
+    "deep": (b"model: " + b"[" * 1000, "not valid YAML"),
 }
 
 
@@ -787,3 +812,454 @@ def test_arguments_of_another_type_in_python(case):
     block, name, value = case
     with refused(name):
         block(**{**({"model": "x"} if block is ModelArguments else {"dataset": "x"}), name: value})
+
+
+# -------------------------------------------------------------------------------------------------------- 3. datasets
+
+
+def table(labels, images=None, **columns):
+    """A dataset in memory, one tiny image for each label."""
+    images = [encode(picture(seed=i), "PNG") for i in range(len(labels))] if images is None else images
+    stored = [None if data is None else {"bytes": data, "path": None} for data in images]
+    dataset = Dataset.from_dict({"image": stored, **columns}).cast_column("image", ImageFeature(decode=False))
+    return dataset.add_column("label", labels) if isinstance(labels, list) else dataset
+
+
+def classes(labels, names):
+    return table(list(labels)).cast_column("label", ClassLabel(names=names))
+
+
+BAD_LABELS = {
+    "below 0": [0, -1],
+    "floats": [0.0, 1.0],
+    "NaN": [0.0, NAN],
+    "missing": [0, None],
+    "missing text": ["a", None],
+    "all missing": [None, None],
+    "truth values": [True, False],
+    "lists": [[0], [1]],
+    "mappings": [{"a": 1}, {"a": 2}],
+    "ids of another kind": [5, 10**12],
+}
+
+
+@cases(itertools.product(BAD_LABELS, ("saved", "parquet")))
+def test_bad_label_columns(case, tmp_path):
+    dataset = table(BAD_LABELS[case[0]])
+    if case[1] == "saved":
+        dataset.save_to_disk(tmp_path / "data")
+    else:
+        (tmp_path / "data").mkdir()
+        dataset.to_parquet(tmp_path / "data" / "train.parquet")
+    with refused("'label'", "data"):
+        load_splits(str(tmp_path / "data"))
+
+
+@cases(itertools.product([[0, -1], [0, 2], [0, None], [2**40, 0]], ("count", "align", "trainer")))
+def test_class_ids_outside_the_classes(case, make_trainer, saved_model, tmp_path):
+    labels, door = case
+    features = Features(image=ImageFeature(), label=ClassLabel(names=["ash", "elm"]), index=Value("int64"))
+    plain = table(labels, index=[0, 1]).select_columns(["image", "label", "index"])
+    wrong = Dataset(plain.data.table, info=plain.info.__class__(features=features))  # as a foreign file may hold it
+    with refused(f"the label {next(x for x in labels if x not in (0, 1))}", "row"):
+        if door == "count":
+            class_counts(wrong, 2)
+        elif door == "align":
+            align_labels(wrong, saved_model.model.config)
+        else:
+            trainer = avgk_hf.AvgKTrainer
+            args = AvgKTrainingArguments(output_dir=str(tmp_path), dataloader_pin_memory=False)
+            model = AvgKForImageClassification.from_timm("test_resnet", num_labels=2, k=1)
+            trainer(model=model, args=args, eval_dataset=prepare(wrong, model.config))
+
+
+def write(folder, files):
+    for name, data in files.items():
+        path = folder / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_bytes(data if isinstance(data, bytes) else data.encode())
+
+
+PNG = encode(picture(), "PNG")
+
+
+def parquet(**splits):
+    return {f"{name}.parquet": to_parquet(dataset) for name, dataset in splits.items()}
+
+
+def to_parquet(dataset):
+    buffer = io.BytesIO()
+    dataset.to_parquet(buffer)
+    return buffer.getvalue()
+
+
+GOOD_PARQUET = to_parquet(classes([0, 1], ["ash", "elm"]))
+BAD_FOLDERS = {
+    "only text": ({"notes.txt": "hello"}, "has no column 'image'"),
+    "only text in classes": ({"train/ash/a.txt": "x", "train/elm/b.txt": "y"}, "has no column 'image'"),
+    "unknown files": ({"a.xyz": "x"}, "cannot be read"),
+    "a file without name": ({"noending": "x"}, "cannot be read"),
+    "hidden files": ({".hidden/a.png": PNG}, ""),
+    "one class": ({"train/ash/0.png": PNG}, "has no column 'label'"),
+    "no classes": ({"train/0.png": PNG, "train/1.png": PNG}, "has no column 'label'"),
+    "folders of unequal depth": ({"train/ash/0.png": PNG, "train/elm/young/1.png": PNG}, "has no column 'label'"),
+    "a csv without images": ({"train.csv": "a,b\n1,2\n"}, "has no column 'image'"),
+    "a csv without labels": ({"train.csv": "image\nx.png\n"}, "has no column 'label'"),
+    "a csv with numbers": ({"train.csv": "image,label\n1,0\n2,1\n"}, "cannot be read"),
+    "an empty csv": ({"train.csv": ""}, "cannot be read"),
+    "broken json": ({"train.json": "{"}, "cannot be read"),
+    "no parquet": ({"train.parquet": "hello"}, "train.parquet cannot be read as parquet"),
+    "empty parquet": ({"train.parquet": b""}, "train.parquet cannot be read as parquet"),
+    "one broken of two": ({"train.parquet": GOOD_PARQUET, "test.parquet": b"PAR1"}, "test.parquet cannot be read"),
+    "other classes": (
+        {"train.parquet": GOOD_PARQUET, "test.parquet": to_parquet(classes([0, 1], ["elm", "ash"]))},
+        "have different classes",
+    ),
+    "a broken saved dataset": ({"dataset_info.json": "{", "state.json": "{"}, "cannot be read"),
+    "half a saved dataset": ({"dataset_dict.json": '{"splits": ["train"]}'}, "cannot be read"),
+    "no dict": ({"dataset_dict.json": "[]"}, "cannot be read"),
+    **{
+        f"parquet cut at {cut}": ({"train.parquet": GOOD_PARQUET[:cut]}, "train.parquet cannot be read as parquet")
+        for cut in np.linspace(1, len(GOOD_PARQUET) - 1, 20).astype(int).tolist()
+    },
+}
+
+
+@cases(BAD_FOLDERS)
+def test_bad_folders(case, tmp_path):
+    files, reason = BAD_FOLDERS[case]
+    write(tmp_path / "data", files)
+    with refused(reason, "data"):
+        load_splits(str(tmp_path / "data"))
+
+
+@cases(["/nowhere/at/all", "./nowhere", "~/nowhere", "FILE", "EMPTY"])
+def test_what_is_no_folder(case, tmp_path):
+    (tmp_path / "data.csv").write_text("image,label\n")
+    (tmp_path / "data").mkdir()
+    with refused():
+        load_splits({"FILE": str(tmp_path / "data.csv"), "EMPTY": str(tmp_path / "data")}.get(case, case))
+
+
+def test_folders_that_are_fine(tmp_path):
+    """Empty classes, stray files, classes in one split only, and classes below other folders."""
+    files = {f"{split}/{name}/{i}.png": PNG for split in ("train", "test") for name in ("ash", "elm") for i in (0, 1)}
+    write(tmp_path / "a", {**files, "test/oak/0.png": PNG, "README.md": "hello", "train/notes.txt": "x"})
+    (tmp_path / "a" / "train" / "fir").mkdir()
+    splits = load_splits(str(tmp_path / "a"))
+    for split in splits.values():
+        assert split.features["label"].names == ["ash", "elm", "oak"]
+    assert class_counts(splits["train"], 3).tolist() == [2, 2, 0]
+    assert class_counts(splits["test"], 3).tolist() == [2, 2, 1]
+    write(tmp_path / "b", {f"train/trees/{name}/0.png": PNG for name in ("ash", "elm")})
+    assert load_splits(str(tmp_path / "b"))["train"].features["label"].names == ["ash", "elm"]
+
+
+@cases(range(12))
+def test_splits_with_other_class_names_are_matched_by_name(case, tmp_path):
+    rng = random.Random(case)
+    named = {}
+    for split in ("train", "test"):
+        names = rng.sample(CLASSES, rng.randint(2, 6))
+        labels = [rng.randrange(len(names)) for _ in range(5)]
+        named[split] = (classes(labels, names), [names[label] for label in labels])
+    DatasetDict({split: dataset for split, (dataset, _) in named.items()}).save_to_disk(tmp_path / "data")
+    splits = load_splits(str(tmp_path / "data"))
+    assert splits["train"].features == splits["test"].features
+    for split, (_, expected) in named.items():
+        names = splits[split].features["label"].names
+        assert [names[label] for label in splits[split]["label"]] == expected
+        assert list(splits[split]["index"]) == list(range(5))
+
+
+@cases([[0, 0, 0], [7, 7, 1], [None, 1, 2], ["a", "b", "c"], [0.5, 1.5, 2.5], [2, 1, 0], [-1, 0, 1]])
+def test_an_index_column_is_numbered_anew(case, tmp_path):
+    table(["ash", "elm", "ash"], index=case, extra=[[1], [2], [3]], more=["x", None, "z"]).save_to_disk(tmp_path / "d")
+    train = load_splits(str(tmp_path / "d"))["train"]
+    assert train.column_names == ["image", "label", "index"] and list(train["index"]) == [0, 1, 2]
+
+
+@cases(
+    [
+        ("image", "image"),
+        ("picture", "label"),
+        ("image", "species"),
+        ("label", "image"),
+        ("", "label"),
+    ]
+)
+def test_wrong_columns(case, tmp_path):
+    table(["ash", "elm"], index=[0, 1]).save_to_disk(tmp_path / "d")
+    with refused("column"):
+        load_splits(str(tmp_path / "d"), image_column=case[0], label_column=case[1])
+
+
+def test_one_image_and_missing_images(tmp_path, saved_model):
+    one = classes([0], CLASSES)
+    one.save_to_disk(tmp_path / "one")
+    split = load_splits(str(tmp_path / "one"))["train"]
+    from avgk_hf.calibrate import calibrate
+
+    model = AvgKForImageClassification.from_pretrained(saved_model.folder)
+    metrics = calibrate(model, split, k=[1])
+    scores = model.scores(prepare(split, model.config)[0]["pixel_values"][None])[0].sort(descending=True).values
+    assert metrics["lambda_val@1"] == pytest.approx(((scores[0] + scores[1]) / 2).item(), abs=1e-7)
+    table([0, 1], [PNG, None]).save_to_disk(tmp_path / "null")
+    null = prepare(load_splits(str(tmp_path / "null"))["train"], model.config)
+    assert null[0]["pixel_values"].shape == (3, 32, 32)
+    with refused("image 1 is missing"):
+        null[1]
+    with refused("no column 'image'", "remove_unused_columns"):
+        saved_model.transform({"label": [0]})
+
+
+@cases(range(10))
+def test_shot_means_with_classes_that_have_no_training_image(case):
+    rng = np.random.default_rng(case)
+    counts = rng.choice([0, 0, 1, 19, 20, 100, 101, 500], 8)
+    labels, correct = rng.integers(0, 8, 40), rng.integers(0, 2, 40)
+    found = class_means(correct, labels, 8, counts)
+    for name, low, high in (("few", 0, 19), ("medium", 20, 100), ("many", 101, 10**9)):
+        of_class = [correct[labels == c].mean() for c in range(8) if low <= counts[c] <= high and (labels == c).any()]
+        assert found.get(f"{name}_shot_accuracy") == (pytest.approx(np.mean(of_class)) if of_class else None)
+    with refused("train_counts"):
+        class_means(correct, labels, 8, counts[:5])
+
+
+# ---------------------------------------------------------------------------------------------------- 2. on_bad_image
+
+
+@pytest.fixture
+def spoilt(tmp_path):
+    """The trees with broken images: two in train, one in validation, one in test; and no oak to train on."""
+    folder = tmp_path / "trees"
+    write_images(folder / "train", {**dict.fromkeys(CLASSES, 4), "oak": 0}, seed=0)
+    write_images(folder / "validation", dict.fromkeys(CLASSES, 3), seed=1)
+    write_images(folder / "test", dict.fromkeys(CLASSES, 3), seed=2)
+    write(folder, {"train/ash/1.png": b"", "train/elm/2.png": PNG[:60], "validation/fir/0.png": "text"})
+    write(folder, {"test/oak/2.png": png_header(30000, 30000)})
+    return folder
+
+
+def test_skipped_images_are_counted_once_and_the_rest_numbered(spoilt, monkeypatch, caplog):
+    from avgk_hf.data import datasets as module
+
+    monkeypatch.setattr(module.logger, "warning", lambda text: caplog.records.append(SimpleNamespace(text=text)))
+    opened = []
+    monkeypatch.setattr(module, "open_image", lambda *a, **k: opened.append(a) or open_image(*a, **k))
+    train_split = load_splits(str(spoilt))["train"]
+    kept, skipped = skip_bad_images(train_split, "train")
+    assert (len(train_split), len(kept), skipped, len(opened)) == (20, 18, 2, 20)
+    assert list(kept["index"]) == list(range(18)) and kept.features == train_split.features
+    assert kept.column_names.count("index") == 1
+    message = caplog.records[-1].text
+    assert "train: 2 of 20 images cannot be read" in message and "ash/1.png" in message and "elm/2.png" in message
+    again, skipped = skip_bad_images(load_splits(str(spoilt))["train"], "train")
+    assert (len(again), skipped, len(opened)) == (18, 2, 20)  # nothing was opened a second time
+    assert len(skip_bad_images(train_split, "train", num_workers=2, report=False)[0]) == 18
+    caplog.records.clear()
+    good = kept.select(range(5))
+    assert skip_bad_images(good, "good") == (good, 0) and not caplog.records
+    with refused("test: none of the 2 images can be read", "image 0"):
+        skip_bad_images(table([0, 1], [b"", None], index=[0, 1]), "test")
+
+
+def test_training_and_commands_skip_bad_images(spoilt, tmp_path, capsys, monkeypatch):
+    """The numbers are those of the same data with the broken images deleted."""
+    recipe = tmp_path / "recipe.yaml"
+    recipe.write_text(RECIPE.format(dataset=spoilt, output=tmp_path / "run"))
+    options = ["--num_train_epochs", "1", "--objective", "role"]
+    with refused(".png cannot be read as an image"):
+        train([str(recipe), *options])
+    warnings = []
+    monkeypatch.setattr("avgk_hf.train.logger.warning", warnings.append)
+    train([str(recipe), *options, "--on_bad_image", "skip"])
+    assert warnings == ["1 of 6 classes have no training image, e.g. 'oak': they count as few shot."]
+    results = json.loads((tmp_path / "run" / "results.json").read_text())
+    assert results["skipped"] == {"train": 2, "validation": 1, "test": 1}
+    config = json.loads((tmp_path / "run" / "config.json").read_text())
+    assert config["calibration"]["num_examples"] == 17 and sum(config["train_counts"]) == 18
+    assert config["train_counts"][5] == 0
+
+    command = ["evaluate", str(tmp_path / "run"), str(spoilt)]
+    assert main(command) == 2
+    assert "oak" in capsys.readouterr().err
+    assert main([*command, "--workers", "1"]) == 2
+    error = capsys.readouterr().err.strip().splitlines()[-1]
+    assert (
+        error.startswith("avgk evaluate: ") and "2.png cannot be read as an image" in error
+    )  # from a loader's process
+    assert main([*command, "--on-bad-image", "skip", "--json"]) == 0
+    metrics = json.loads(capsys.readouterr().out[-5000:].partition("{")[2].join("{ "))
+    assert metrics["skipped"] == 1 and metrics["average_k_accuracy"] == results["test"]["average_k_accuracy"]
+    assert main(["calibrate", *command[1:], "--on-bad-image", "skip", "--out", str(tmp_path / "again")]) == 0
+    assert "skipped                         1" in capsys.readouterr().out
+    again = json.loads((tmp_path / "again" / "config.json").read_text())
+    assert again["thresholds"]["2"] == config["thresholds"]["2"] and again["calibration"]["num_examples"] == 17
+
+    (spoilt / "test" / "oak" / "2.png").unlink()
+    assert main([*command, "--json"]) == 0
+    same = json.loads(capsys.readouterr().out[-5000:].partition("{")[2].join("{ "))
+    assert same["average_k_accuracy"] == metrics["average_k_accuracy"] and "skipped" not in same
+
+    save_vit(tmp_path / "vit")
+    foreign = ["calibrate", str(tmp_path / "vit"), str(spoilt), "--k", "2", "--out", str(tmp_path / "sets")]
+    assert main([*foreign, "--on-bad-image", "skip"]) == 0
+    assert "skipped                         1" in capsys.readouterr().out
+
+
+@cases(
+    [["--batch-size", "0"], ["--batch-size", "-1"], ["--workers", "-1"], ["--k", "nan"], ["--k", "6"], ["--k", "0"]]
+)
+def test_bad_options_of_commands(case, saved_model, image_folder, capsys):
+    with refused():
+        main_refuses(["calibrate", str(saved_model.folder), str(image_folder), *case], capsys)
+
+
+@cases(itertools.product(("min_size", "max_size", "k", "lambda_val"), [-1, 1.5, "2", True, NAN, 99, HUGE, [2]]))
+def test_bad_options_of_the_pipeline(case, saved_model):
+    name, value = case
+    if (name, value) in (
+        ("lambda_val", -1),
+        ("lambda_val", 1.5),
+        ("lambda_val", 99),
+        ("max_size", 99),
+        ("max_size", HUGE),
+    ):
+        assert 1 <= len(saved_model.classify(picture(), **{name: value})) <= 6
+        return
+    with refused(name):
+        saved_model.classify(picture(), **{name: value})
+
+
+@cases(["", "{", "[]", "3", "null", '{"k": 2}', '{"dataset": "x"}', "\0"])
+def test_broken_results_of_a_run(case, saved_model, tmp_path):
+    from avgk_hf.model_card import card_of_run
+    from avgk_hf.plots import plot_runs
+
+    (tmp_path / "run").mkdir()
+    (tmp_path / "run" / "config.json").write_bytes((saved_model.folder / "config.json").read_bytes())
+    (tmp_path / "run" / "results.json").write_text(case)
+    with refused("results.json"):
+        card_of_run(tmp_path / "run")
+    with refused(str(tmp_path / "run")):
+        plot_runs([tmp_path / "run"], tmp_path / "plots")
+
+
+@cases([0, 7, 8, 100, 5000, -100, -1])
+def test_truncated_weights(case, saved_model, tmp_path, capsys):
+    for path in saved_model.folder.iterdir():
+        data = path.read_bytes()
+        (tmp_path / path.name).write_bytes(data[:case] if path.suffix == ".safetensors" else data)
+    (tmp_path / "image.png").write_bytes(PNG)
+    with refused(str(tmp_path), "weights"):
+        main_refuses(["predict", str(tmp_path), str(tmp_path / "image.png")], capsys)
+
+
+# ----------------------------------------------------------------------------------------------------------- 6. names
+
+HOSTILE = [
+    *("../../x", "/abs", "a/b", "..", ".", "", " ", "...", "a\0b", "a\nb", "a\rb", "a\x1b[31mb", "a\\b", "x" * 300),
+    *("../", "./x", "a/../../b", "//", "\u2028", "~/x/y", "$HOME"),
+]
+ODD = [
+    "~",
+    "-rf",
+    "--out",
+    "a b",
+    "a:b",
+    "a|b",
+    "*",
+    "<script>",
+    "'",
+    '"',
+    "é",
+    "日本",
+    "CON",
+    "%s",
+    "{x}",
+    "#",
+]
+
+
+def tree(folder):
+    return sorted(str(path.relative_to(folder)) for path in folder.rglob("*"))
+
+
+@cases(HOSTILE)
+def test_hostile_names_become_no_folders(case, tmp_path):
+    inside = tmp_path / "deep" / "er" / "data"
+    dataset = table([0, 1], index=[0, 1]).cast_column("label", ClassLabel(names=["ash", case]))
+    for splits in (DatasetDict(train=dataset), DatasetDict({case: classes([0, 1], ["ash", "elm"])})):
+        with refused("cannot be the name of a folder", "rename it"):
+            write_image_folder(splits, inside)
+    assert tree(tmp_path) == []
+
+
+@cases(ODD)
+def test_odd_names_become_folders_and_come_back(case, tmp_path):
+    dataset = table([0, 1], index=[0, 1]).cast_column("label", ClassLabel(names=["ash", case]))
+    write_image_folder(DatasetDict(train=dataset), tmp_path / "data")
+    assert tree(tmp_path)[:2] == ["data", "data/train"] and len(tree(tmp_path)) == 6
+    assert set(load_splits(str(tmp_path / "data"))["train"].features["label"].names) == {"ash", case}
+
+
+INJECTIONS = [
+    *(
+        "---",
+        "x\n---\ny",
+        "x: y",
+        "- x",
+        "[x]",
+        "{x: 1}",
+        "!!python/object:os.system x",
+        "&a *a",
+        "'",
+        '"',
+        "`",
+        "```",
+    ),
+    *("x\n```\n# y", "# title", "| a | b |", "<script>alert(1)</script>", "[a](http://b)", "{{ repo }}", "{% raw %}"),
+    *("x\ty", "null", "true", "3", "~", "%", "x #y", "x\n\n## Results\n\nperfect", "日本", "x" * 500, "a'b\"c"),
+]
+
+
+@cases(INJECTIONS)
+def test_hostile_names_stay_names_in_the_card(case, saved_model, tmp_path):
+    config = AvgKForImageClassification.from_pretrained(saved_model.folder).config
+    config.calibration = {"num_examples": 3, "dataset": case, "split": case, "date": "2024-01-01", "step": 0}
+    metrics = {"average_k_accuracy": 0.5, "mean_set_size": 2.0, "lambda_val": 0.1, "top1_accuracy": 0.4}
+    plain_card = render_card("model", config, {"test": metrics}, {"a": "b"}, "data").content
+    repo = case.replace("/", "-")
+    render_card(repo, config, {"test": metrics}, {"a": case}, case).save(tmp_path / "README.md")
+    assert tree(tmp_path) == ["README.md"]
+    text = (tmp_path / "README.md").read_text()
+    card = ModelCard(text)
+    assert {result.dataset_name for result in card.data.eval_results} == {case}
+    front = yaml.safe_load(text.split("\n---\n")[0].removeprefix("---\n"))
+    assert front["model-index"][0]["name"] == repo and front["library_name"] == "transformers"
+
+    def shape(content):
+        """Headings, table rows and fences of the card's body."""
+        body = content.split("\n---\n", 1)[1]
+        marks = ("#", "|", "```", "---", "<", "[")
+        return [
+            next(mark for mark in marks if line.startswith(mark))
+            for line in body.splitlines()
+            if line[:1] and line.startswith(marks)
+        ]
+
+    assert shape(text) == shape(plain_card)
+    code = text.split("```python\n")[1].split("```\n")[0]
+    compile(code, "card", "exec")
+    assert f"model={json.dumps(repo, ensure_ascii=False)})" in code
+
+
+@cases(["$x_$", "$\\frac", "$", "a\nb", "a\0b", "\x1b[31m", "_^{}", "日本", "x" * 300, ""])
+def test_hostile_names_in_pictures(case, tmp_path):
+    from avgk_hf.plots import accuracy_curve, contact_sheet, set_size_histogram
+
+    contact_sheet([picture()], [[1]], [0], ["ash", case], tmp_path / "sheet.svg", columns=1, rows=1)
+    set_size_histogram({case: [1, 2], "b": [3]}, tmp_path / "sizes.svg")
+    accuracy_curve({case: {1: 0.5}}, tmp_path / "curve.svg")
+    assert tree(tmp_path) == ["curve.svg", "sheet.svg", "sizes.svg"]

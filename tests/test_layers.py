@@ -8,11 +8,11 @@ import avgk_hf
 ROOT = Path(__file__).parent.parent
 PACKAGE = ROOT / "avgk_hf"
 LAYERS = [
-    {"sets", "report", "shell"},
+    {"sets", "shell"},
     {"configuration", "metrics", "pipeline", "processes", "densenet"},
     {"data", "modeling", "losses"},
     {"auto", "training_args", "model_card", "hub", "runs"},
-    {"trainer"},
+    {"trainer", "report"},
     {"calibrate"},
     {"plots"},
     {"train"},

@@ -50,8 +50,8 @@ def write(folder, seed: int, accuracy: float, **hyperparameters) -> None:
     folder.mkdir(parents=True)
     metrics = {"average_k_accuracy": accuracy, "mean_set_size": 2.0}
     values = {"alpha": 1.0, "seed": seed, **hyperparameters}
-    results = {"data": {}, "objective": "avgk", "k": 2, "seed": seed, "hyperparameters": values, "test": metrics}
-    (folder / "results.json").write_text(json.dumps(results))
+    results = {"dataset": "trees", "data": {}, "objective": "avgk", "k": 2, "seed": seed, "hyperparameters": values}
+    (folder / "results.json").write_text(json.dumps({**results, "validation": {}, "test": metrics}))
 
 
 def test_runs_are_grouped_by_everything_but_the_seed(tmp_path):
@@ -75,7 +75,10 @@ def test_bad_reports_are_refused(tmp_path, capsys):
     write(tmp_path / "b", 0, 0.8)
     assert main(["report", str(tmp_path)]) == 2
     assert "same seed" in capsys.readouterr().err
-    for text in ("{", "[]", "{}", '{"hyperparameters": 3, "seed": 1}'):
+    complete = json.loads((tmp_path / "a" / "results.json").read_text())
+    damaged = [json.dumps({**complete, "hyperparameters": 3})]
+    damaged += [json.dumps({n: v for n, v in complete.items() if n != name}) for name in ("seed", "k", "objective")]
+    for text in ("{", "[]", "{}", *damaged):
         (tmp_path / "a" / "results.json").write_text(text)
         assert main(["report", str(tmp_path / "a")]) == 2
-        assert "results.json is not the result of a finished" in capsys.readouterr().err
+        assert "results.json" in capsys.readouterr().err

@@ -221,9 +221,10 @@ def _check_labels(labels: list[int | None], classes: Any, place: str) -> None:
     """Refuse labels that are missing, or outside [0, L)."""
     for row, label in enumerate(labels):
         if label is None or not 0 <= label < len(classes):
+            most = max(other for other in labels if other is not None) if any(labels) else 0
             raise ValueError(
-                f"{place}: row {row} has the label {label}, which lies outside [0, {len(classes)}), the classes of the"
-                " model or dataset: leave out images without a label, or build the model with more classes."
+                f"{place}, row {row}: the label {label} lies outside [0, {len(classes)}), the classes of the model:"
+                f" build the model with `num_labels={most + 1}`, or leave out images without a label."
             )
 
 

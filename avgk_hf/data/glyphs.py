@@ -138,10 +138,11 @@ def write_image_folder(splits: DatasetDict, folder: str | Path) -> None:
     """
     for split, dataset in splits.items():
         for name in (split, *dataset.features["label"].names):
-            if name.strip(" .") == "" or not name.isprintable() or any(c in name for c in "/\\") or len(name) > 200:
+            # `datasets` puts environment variables in the place of a `$NAME` when it reads the folder
+            if name.strip(" .") == "" or not name.isprintable() or set(name) & set("/\\$") or len(name) > 200:
                 raise ValueError(
-                    f"the split or class {name!r} cannot be the name of a folder (empty, `..`, a slash, a control"
-                    " character, or too long); rename it."
+                    f"the split or class {name!r} cannot be the name of a folder (empty, `..`, a slash, a dollar, a"
+                    " control character, or too long); rename it."
                 )
     for split, dataset in splits.items():
         names = dataset.features["label"].names

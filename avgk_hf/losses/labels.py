@@ -20,7 +20,7 @@ def check_labels(labels: Tensor, logits: Tensor) -> None:
         logits: (B, L).
     """
     if not isinstance(logits, Tensor) or logits.ndim != 2 or not logits.is_floating_point() or 0 in logits.shape:
-        found = f"shape {tuple(logits.shape)} and type {logits.dtype}" if isinstance(logits, Tensor) else repr(logits)
+        found = f"shape {tuple(logits.shape)} and type {logits.dtype}" if isinstance(logits, Tensor) else type(logits)
         raise ValueError(f"logits of {found}: expected a floating point tensor (images, classes), neither of them 0.")
     batch, num_labels = logits.shape
     if not isinstance(labels, Tensor):

@@ -9,7 +9,7 @@ every score into a Python object.
 
 import math
 import os
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 import datasets
@@ -344,6 +344,10 @@ def _rows(predictions: Any) -> np.ndarray:
     array = _array(predictions) if hasattr(predictions, "__array__") else None
     if array is not None and array.dtype != np.dtype(object):
         return array
+    if isinstance(predictions, (str, bytes)) or not isinstance(predictions, Iterable):
+        raise ValueError(
+            f"predictions of type {type(predictions).__name__}: expected (images, classes), the scores of all classes."
+        )
     rows = [_array(row) for row in predictions]
     for i, row in enumerate(rows):
         if row.shape != rows[0].shape:
