@@ -167,8 +167,11 @@ def _evaluate_foreign(
     loader = torch.utils.data.DataLoader(
         prepare(dataset, transform_for(model)), batch_size, collate_fn=default_data_collator, num_workers=num_workers
     )
-    for batch in tqdm(loader, desc="calibrate" if calibrate else "evaluate", unit="batch"):
-        scores = model_scores(model, batch["pixel_values"])
+    for number, batch in enumerate(tqdm(loader, desc="calibrate" if calibrate else "evaluate", unit="batch")):
+        try:
+            scores = model_scores(model, batch["pixel_values"])
+        except ValueError as error:
+            raise ValueError(f"batch {number} of the evaluation: {error}") from error
         statistics.update(scores, batch["labels"].to(scores.device))
     results = statistics.compute()
     if calibrate:

@@ -7,10 +7,10 @@ import pickle
 import numpy as np
 import pytest
 import torch
+from archives import SPECIES, write_cifar, write_plantnet
 from datasets import ClassLabel, Dataset, DatasetDict, Features, Image, Value
 from PIL import Image as PILImage
 
-from archives import SPECIES, write_cifar, write_plantnet
 from avgk_hf import AvgKForImageClassification, load_splits
 from avgk_hf.data import class_counts
 from avgk_hf.data.cifar import load_cifar, read_pickle

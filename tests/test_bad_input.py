@@ -625,7 +625,14 @@ def misspelt(name):
 
 
 CONFIG_FIELDS = [name for name in AvgKConfig.__annotations__ if len(name) > 1]
-OWN_TRAINING = ("calibrate_k", "early_stopping_patience", "metric_for_best_model", "remove_unused_columns")
+OWN_TRAINING = (
+    "calibrate_k",
+    "early_stopping_patience",
+    "seeds",
+    "lr_milestones",
+    "lr_gamma",
+    "metric_for_best_model",
+)
 RECIPE_FIELDS = [item.name for block in (ModelArguments, DataArguments) for item in fields(block)] + list(OWN_TRAINING)
 ALL_FIELDS = {*RECIPE_FIELDS, *(item.name for item in fields(AvgKTrainingArguments))}
 
@@ -715,7 +722,10 @@ BAD_RECIPE = {
     "image_size": NO_COUNT,
     "in_chans": NO_COUNT,
     "glyphs_seed": [value for value in NO_COUNT if value not in ("0", "99999999")],
-    **{key: ["hinge", "3", *NO_TEXT] for key in ("objective", "score", "head", "augmentation", "on_bad_image")},
+    **{
+        key: ["hinge", "3", *NO_TEXT]
+        for key in ("objective", "candidate_scope", "score", "head", "augmentation", "on_bad_image")
+    },
     **{key: ["maybe", "3", "[true]", "{a: 1}", "''"] for key in ("pretrained", "freeze_backbone", "channels_last")},
     **dict.fromkeys(("model", "checkpoint", "dataset", "dataset_config", "image_column", "label_column"), NO_TEXT),
     **dict.fromkeys(("train_split", "validation_split", "test_split"), NO_TEXT),
@@ -734,8 +744,10 @@ BAD_RECIPE = {
     ],
     "early_stopping_patience": ["0", "-1", "1.5", "never", "true", ".nan"],
     "metric_for_best_model": ["''", "acuracy", "eval_average_k_acuracy", "3", '"\\0"'],
-    "batch_eval_metrics": ["false", "maybe"],
-    "include_for_metrics": ["[inputs]"],
+    "seeds": ["0", "-1", "1.5", "many", ".nan"],
+    "lr_milestones": ["many", "[2, 1]", "[0, 3]", "[1, 1]", "[.nan]"],
+    "lr_gamma": ["0", "-1", "many", ".nan", ".inf"],
+    "validation_per_class": ["0", "-1", "1.5", "many", "99999999"],
     "remove_unused_columns": ["maybe", "3"],
 }
 

@@ -414,3 +414,29 @@ def test_lora_on_the_backbone(make_trainer, make_model, tmp_path):
     loaded = AvgKForImageClassification.from_pretrained(tmp_path / "merged")
     pixels = torch.stack([row["pixel_values"] for row in trainer.eval_dataset])
     assert loaded.predict_sets(pixels) == trainer.predict(trainer.eval_dataset).predictions
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf"), float("-inf")])
+@pytest.mark.parametrize("head", ["ml_head", "sccp_head"])
+def test_logits_that_are_not_finite_stop_calibration_and_evaluation(make_trainer, splits, value, head):
+    """With batch, images and a hint; no threshold of NaN is stored, and one that was stored stays."""
+    trainer = make_trainer()
+    weight = getattr(trainer.model, head).weight
+    images = iter(range(0, 30, 7))
+
+    def spoil(module, arguments, output):
+        return output.index_fill(0, torch.tensor([2]), value) if next(images) == 14 else output
+
+    handle = getattr(trainer.model, head).register_forward_hook(spoil)
+    message = r"batch 2 of the evaluation: the logits of image\(s\) 16 are NaN or infinite.*learning rate.*float32"
+    with pytest.raises(ValueError, match=message):
+        trainer.evaluate()
+    assert trainer.model.config.thresholds == {} and weight.isfinite().all()
+    handle.remove()
+    trainer.evaluate()
+    stored = dict(trainer.model.config.thresholds)
+    images = iter(range(0, 30, 7))
+    getattr(trainer.model, head).register_forward_hook(spoil)
+    with pytest.raises(ValueError, match=message):
+        trainer.evaluate(prepare(splits["test"], trainer.model.config))
+    assert trainer.model.config.thresholds == stored
