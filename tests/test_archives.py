@@ -68,7 +68,9 @@ def test_malicious_pickles_run_nothing_and_are_named(name, function, tmp_path):
     }
     bad = pickle.dumps({"data": Call(function, *arguments[function])}, protocol=2)
     (folder / name).write_bytes(bad)
-    with pytest.raises(ValueError, match=rf"{name} cannot be read as CIFAR-100 \(it asks for \w+\.{function.__name__}"):
+    with pytest.raises(
+        ValueError, match=rf"{name} cannot be read as CIFAR-100 \(it asks for \w+\.{function.__name__}"
+    ):
         load_splits(str(folder))
     assert sorted(path.name for path in tmp_path.iterdir()) == ["cifar-100-python"]
     pickle.loads(bad)  # the file does do harm where it is trusted
@@ -96,13 +98,19 @@ def test_the_split_is_balanced_and_fixed():
     features = Features(image=Image(), label=ClassLabel(num_classes=100), index=Value("int64"))
     images = [{"bytes": str(i).encode(), "path": None} for i in range(50_000)]
     columns = {"image": images, "label": labels.tolist(), "index": list(range(50_000))}
-    whole = DatasetDict({name: Dataset.from_dict(columns, features=features, split=name) for name in ("train", "test")})
+    whole = DatasetDict(
+        {name: Dataset.from_dict(columns, features=features, split=name) for name in ("train", "test")}
+    )
 
     def numbers(split):
         return [int(row["bytes"]) for row in split.cast_column("image", Image(decode=False))["image"]]
 
     splits = split_validation(whole, 50, seed=0)
-    assert {name: len(split) for name, split in splits.items()} == {"train": 45_000, "validation": 5_000, "test": 50_000}
+    assert {name: len(split) for name, split in splits.items()} == {
+        "train": 45_000,
+        "validation": 5_000,
+        "test": 50_000,
+    }
     for name, count in (("train", 450), ("validation", 50)):
         assert class_counts(splits[name], 100).tolist() == [count] * 100
         assert list(splits[name]["index"]) == list(range(100 * count))  # what ROLE counts on
@@ -168,7 +176,7 @@ def test_incomplete_plantnet_is_refused(tmp_path):
     assert len(load_splits(str(folder))["validation"]) == 11
     names = folder / "plantnet300K_species_id_2_name.json"
     names.write_text(json.dumps({"9": "Quercus robur L."}))
-    with pytest.raises(ValueError, match="no name for 11 species, e.g. the folder '1355868'"):
+    with pytest.raises(ValueError, match=r"no name for 11 species, e.g. the folder '1355868'"):
         load_splits(str(folder))
     names.write_text("{")
     with pytest.raises(ValueError, match=r"plantnet300K_species_id_2_name.json is not valid JSON"):
