@@ -117,6 +117,11 @@ class DataArguments:
     def __post_init__(self) -> None:
         """Refuse a value that could only fail later, by the field's name."""
         _check_fields(self)
+        if self.validation_per_class is not None and self.validation_per_class < 1:
+            raise ValueError(
+                f"validation_per_class={self.validation_per_class} must be at least 1; set e.g."
+                " `validation_per_class: 50`."
+            )
         if self.glyphs_seed < 0:
             raise ValueError(f"glyphs_seed={self.glyphs_seed!r} must be a whole number >= 0, e.g. `glyphs_seed: 0`.")
 

@@ -1,5 +1,6 @@
 """`AvgKTrainingArguments`: transformers' training arguments, and the sizes to calibrate for."""
 
+import math
 import os
 from dataclasses import dataclass, field
 
@@ -88,10 +89,11 @@ class AvgKTrainingArguments(TrainingArguments):
         if int(os.environ.get("WORLD_SIZE", "1")) > 1 and not torch.accelerator.is_available():
             self.use_cpu = True
         super().__post_init__()
-        if self.lr_milestones != sorted(set(self.lr_milestones)) or any(epoch <= 0 for epoch in self.lr_milestones):
+        epochs = self.lr_milestones
+        if epochs != sorted(set(epochs)) or not all(math.isfinite(epoch) and epoch > 0 for epoch in epochs):
             raise ValueError(f"lr_milestones={self.lr_milestones} must be epochs in ascending order, e.g. 150 225.")
-        if self.lr_gamma <= 0:
-            raise ValueError(f"lr_gamma={self.lr_gamma} must be greater than 0, e.g. 0.1.")
+        if not math.isfinite(self.lr_gamma) or self.lr_gamma <= 0:
+            raise ValueError(f"lr_gamma={self.lr_gamma} must be a number greater than 0, e.g. 0.1.")
         if self.lr_milestones and self.warmup_steps:
             raise ValueError(
                 f"warmup_steps={self.warmup_steps} belongs to lr_scheduler_type, which lr_milestones replace: leave"

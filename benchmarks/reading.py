@@ -12,6 +12,7 @@ import numpy as np
 import psutil
 from PIL import Image
 from torch.utils.data import DataLoader
+from torchvision import transforms
 from torchvision.datasets import ImageFolder
 
 from avgk_hf import AvgKForImageClassification, AvgKTrainer, AvgKTrainingArguments, load_splits, prepare
@@ -51,9 +52,10 @@ def loaders(folder: Path, workers: int) -> dict[str, DataLoader]:
     )
     model = AvgKForImageClassification.from_timm("test_resnet", num_labels=SPECIES, k=2)
     ours = AvgKTrainer(model=model, args=args, train_dataset=data).get_train_dataloader()
-    transform = data.format["format_kwargs"]["transform"].transform
+    normalize = transforms.Normalize((0.485, 0.456, 0.406), (0.229, 0.224, 0.225))
+    steps = [transforms.Resize(256), transforms.RandomCrop(224), transforms.ToTensor(), normalize]
     bare = DataLoader(
-        ImageFolder(folder / "images" / "train", transform),
+        ImageFolder(folder / "images" / "train", transforms.Compose(steps)),
         BATCH,
         shuffle=True,
         num_workers=workers,

@@ -7,10 +7,10 @@ import pickle
 import numpy as np
 import pytest
 import torch
-from archives import SPECIES, write_cifar, write_plantnet
 from datasets import ClassLabel, Dataset, DatasetDict, Features, Image, Value
 from PIL import Image as PILImage
 
+from archives import SPECIES, write_cifar, write_plantnet
 from avgk_hf import AvgKForImageClassification, load_splits
 from avgk_hf.data import class_counts
 from avgk_hf.data.cifar import load_cifar, read_pickle
@@ -176,7 +176,7 @@ def test_incomplete_plantnet_is_refused(tmp_path):
     assert len(load_splits(str(folder))["validation"]) == 11
     names = folder / "plantnet300K_species_id_2_name.json"
     names.write_text(json.dumps({"9": "Quercus robur L."}))
-    with pytest.raises(ValueError, match="no name for 11 species, e.g. the folder '1355868'"):
+    with pytest.raises(ValueError, match=r"no name for 11 species, e.g. the folder '1355868'"):
         load_splits(str(folder))
     names.write_text("{")
     with pytest.raises(ValueError, match=r"plantnet300K_species_id_2_name.json is not valid JSON"):

@@ -628,7 +628,6 @@ CONFIG_FIELDS = [name for name in AvgKConfig.__annotations__ if len(name) > 1]
 OWN_TRAINING = (
     "calibrate_k",
     "early_stopping_patience",
-    "seeds",
     "lr_milestones",
     "lr_gamma",
     "metric_for_best_model",
@@ -747,7 +746,7 @@ BAD_RECIPE = {
     "seeds": ["0", "-1", "1.5", "many", ".nan"],
     "lr_milestones": ["many", "[2, 1]", "[0, 3]", "[1, 1]", "[.nan]"],
     "lr_gamma": ["0", "-1", "many", ".nan", ".inf"],
-    "validation_per_class": ["0", "-1", "1.5", "many", "99999999"],
+    "validation_per_class": ["0", "-1", "1.5", "many", ".nan"],
     "remove_unused_columns": ["maybe", "3"],
 }
 

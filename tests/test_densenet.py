@@ -54,7 +54,7 @@ def test_input(model):
     assert cfg["input_size"] == (3, 32, 32) and cfg["crop_pct"] == 1.0
     assert cfg["mean"] == (0.5071, 0.4865, 0.4409) and cfg["std"] == (0.2673, 0.2564, 0.2762)
     assert timm.data.resolve_model_data_config(model)["input_size"] == (3, 32, 32)
-    with pytest.raises(RuntimeError, match="[Nn]o pretrained weights"):
+    with pytest.raises(RuntimeError, match=r"[Nn]o pretrained weights"):
         timm.create_model(NAME, pretrained=True)
 
 

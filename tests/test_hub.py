@@ -15,6 +15,7 @@ from hub_server import HubServer
 from safetensors.torch import save_file
 
 import avgk_hf
+from archives import write_cifar
 from conftest import CLASSES, write_images
 
 
@@ -220,6 +221,32 @@ def test_datasets_on_the_hub_are_read(hub, client, tmp_path):
     assert hub.files("someone/trees", "dataset") == contents(tmp_path)
     client(DATASETS, tmp_path)
     assert len(downloads(hub)) == 36 + 3 + 1  # images, parquet files and their README.md, each once
+
+
+CIFAR = """
+import sys
+from avgk_hf import load_splits
+local = load_splits(sys.argv[1])
+named = local.rename_columns({"image": "img", "label": "fine_label"}).remove_columns("index")
+for name in named:
+    named[name] = named[name].add_column("coarse_label", [0] * len(named[name]))
+named.push_to_hub("uoft-cs/cifar100", "cifar100")
+splits = load_splits("uoft-cs/cifar100", None, "img", "fine_label", validation_per_class=1)
+expected = load_splits(sys.argv[1], validation_per_class=1)
+assert list(splits) == list(expected) == ["train", "validation", "test"]
+for name, split in splits.items():
+    assert split.column_names == ["image", "label", "index"] and split.features == expected[name].features
+    for row, other in zip(split, expected[name], strict=True):
+        assert row["image"].tobytes() == other["image"].tobytes()
+        assert (row["label"], row["index"]) == (other["label"], other["index"])
+"""
+
+
+def test_cifar_on_the_hub_is_read(hub, client, tmp_path):
+    """The columns and configuration of uoft-cs/cifar100, as its recipes name them, and the split of the archive."""
+    write_cifar(tmp_path / "cifar-100-python", train=3)
+    client(CIFAR, tmp_path / "cifar-100-python")
+    assert len([file for file in downloads(hub) if file.endswith(".parquet")]) == 2
 
 
 METRIC = """

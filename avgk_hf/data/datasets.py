@@ -196,18 +196,20 @@ def split_validation(splits: DatasetDict, per_class: int, seed: int = 0) -> Data
             f"validation_per_class={per_class} must lie in [1, {counts.min()}): the class {names[counts.argmin()]!r}"
             f" has {counts.min()} training images, and one at least must stay."
         )
-    labels = np.asarray(train["label"])
+    labels = np.asarray(train.with_format("arrow")["label"].to_pylist())
     order = np.random.default_rng(seed).permutation(len(labels))
     by_class = order[np.argsort(labels[order], kind="stable")]  # (n,), random within each class
     starts = np.cumsum(counts) - counts
     taken = np.zeros(len(labels), dtype=bool)
     taken[by_class[(starts[:, None] + np.arange(per_class)).ravel()]] = True
-    parts = {"train": np.flatnonzero(~taken), "validation": np.flatnonzero(taken)}
-    carved = {}
-    for name, rows in parts.items():
-        part = train.remove_columns("index").select(rows).add_column("index", list(range(len(rows))))
-        carved[name] = Dataset(part.data, info=part.info, split=name)
-    return DatasetDict({**carved, **{name: split for name, split in splits.items() if name != "train"}})
+    # the new positions are written before rows are selected: to add a column later would copy all images
+    index = np.where(taken, np.cumsum(taken), np.cumsum(~taken)) - 1
+    train = train.remove_columns("index").add_column("index", index.tolist())
+    parts = {}
+    for name, rows in (("train", np.flatnonzero(~taken)), ("validation", np.flatnonzero(taken))):
+        part = train.select(rows)
+        parts[name] = Dataset(part.data, info=part.info, split=name, indices_table=part._indices)
+    return DatasetDict({**parts, **{name: split for name, split in splits.items() if name != "train"}})
 
 
 def class_counts(dataset: Dataset, num_labels: int) -> np.ndarray:

@@ -48,6 +48,9 @@ class ImageTransform:
         self.transform = processor.train_transforms if augmentation == "timm" else processor.val_transforms
         if augmentation in ("pad_crop_flip", "resize_crop"):
             self.transform = _random_crop(self.transform, flip=augmentation == "pad_crop_flip")
+        for step in self.transform.transforms:
+            if isinstance(step, tv.Normalize):
+                step.inplace = True  # the tensor is new, so another copy of it would be wasted
         self.mode = "L" if config.pretrained_cfg["input_size"][0] == 1 else "RGB"
         self.augmentation = augmentation
         self._seed: torch.Tensor | None = None
