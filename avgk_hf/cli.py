@@ -118,7 +118,14 @@ def run_evaluate(args: argparse.Namespace) -> None:
     if calibrate and not args.out and (args.push or not Path(args.model).is_dir()):
         raise ValueError("name a folder for the calibrated model with --out.")
     model = load_classifier(args.model)
-    splits = load_splits(args.dataset, seed=args.seed)
+    splits = load_splits(
+        args.dataset,
+        image_column=args.image_column,
+        label_column=args.label_column,
+        seed=args.seed,
+        validation_per_class=args.validation_per_class,
+        split_seed=args.split_seed,
+    )
     if args.split not in splits:
         raise ValueError(f"the dataset {args.dataset!r} has no split {args.split!r}, only {list(splits)}: --split.")
     name = Path(args.dataset).name if Path(args.dataset).exists() else args.dataset

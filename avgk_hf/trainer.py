@@ -102,6 +102,7 @@ class AvgKTrainer(Trainer):
         self.card = CardCallback()
         self._calibrating = False
         self._checkpoint_unfinished = self._stopped_early = False
+        self._steps_per_epoch: float | None = None
         self._statistics: dict[str, SetStatistics] = {}  # by head
         # torch's own collates a worker's images in the memory it shares; the stock one costs a further copy of them
         kwargs.setdefault("data_collator", default_collate)
@@ -191,6 +192,8 @@ class AvgKTrainer(Trainer):
         milestones, gamma = self.args.lr_milestones, self.args.lr_gamma
         if not milestones or self.lr_scheduler is not None:
             return super().create_scheduler(num_training_steps, optimizer)
+        if self._steps_per_epoch is None:
+            raise ValueError("lr_milestones are epochs of `train()`: make the scheduler there, or leave them out.")
         steps = [round(epoch * self._steps_per_epoch) for epoch in milestones]
         # not MultiStepLR: a checkpoint would bring back the steps of the run that wrote it
         self.lr_scheduler = torch.optim.lr_scheduler.LambdaLR(
