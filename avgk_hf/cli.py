@@ -38,6 +38,10 @@ def build_parser() -> argparse.ArgumentParser:
         command.add_argument("--batch-size", type=int, default=64, help="images per forward pass (%(default)s)")
         command.add_argument("--workers", type=int, default=0, help="processes that read images (%(default)s)")
         command.add_argument("--seed", type=int, default=0, help="seed of generated glyphs (%(default)s)")
+        command.add_argument("--image-column", default="image", help="column that holds the images (%(default)s)")
+        command.add_argument("--label-column", default="label", help="column that holds the classes (%(default)s)")
+        command.add_argument("--validation-per-class", type=int, help="take so many images of each class from train")
+        command.add_argument("--split-seed", type=int, default=0, help="which of them, as in training (%(default)s)")
         command.add_argument(
             "--on-bad-image",
             choices=("error", "skip"),

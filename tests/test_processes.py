@@ -116,6 +116,8 @@ def test_a_model_trained_by_two_processes_is_calibrated_for_one(found):
 
 def test_the_command_of_the_readme(recipe, tmp_path):
     """`accelerate launch --config_file ... -m avgk_hf.train RECIPE`, and it says that two processes train."""
+    command = "accelerate launch --config_file recipes/accelerate_configs/cpu.yaml -m avgk_hf.train"
+    assert f"\n{command} recipes/glyphs/avgk.yaml\n" in (ROOT / "README.md").read_text()
     text = launch("-m", "avgk_hf.train", recipe, "--num_train_epochs", "1")
     assert "2 processes" in text and text.count("saved to") == 1
     assert (tmp_path / "run" / "config.json").is_file()

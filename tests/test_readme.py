@@ -48,11 +48,11 @@ def test_every_block_runs(workplace, monkeypatch, capsys):
             if arguments[:1] != ["avgk"]:  # make, which installs
                 continue
             arguments = ["my_plants" if a == "glyphs" else SMALL.get(a, a) for a in arguments[1:]]
-            if arguments[0] == "train":
+            if arguments[0] in ("train", "sweep"):
                 arguments += ["--dataset", "my_plants", "--num_train_epochs", "1", "--calibrate_k", "1", "2"]
             assert main(arguments) == 0, line
             ran.append(arguments[0])
-    assert ran.count("python") >= 6 and {"train", "evaluate", "calibrate", "plot"} <= set(ran)
+    assert ran.count("python") >= 6 and {"train", "sweep", "report", "evaluate", "calibrate", "plot"} <= set(ran)
     assert (workplace / "runs/plants/config.json").is_file() and "'label'" in capsys.readouterr().out
 
 
