@@ -106,6 +106,10 @@ class DataArguments:
     augmentation: str = field(
         default="none", metadata={"help": "Random changes to training images.", "choices": list(AUGMENTATIONS)}
     )
+    cache_images: bool = field(
+        default=False,
+        metadata={"help": "Keep images in memory as tensors; the same results, sooner. Needs augmentation none."},
+    )
     on_bad_image: str = field(
         default="error",
         metadata={
@@ -121,6 +125,11 @@ class DataArguments:
             raise ValueError(
                 f"validation_per_class={self.validation_per_class} must be at least 1; set e.g."
                 " `validation_per_class: 50`."
+            )
+        if self.cache_images and self.augmentation != "none":
+            raise ValueError(
+                f"cache_images keeps images as they are, but augmentation={self.augmentation!r} makes new ones every"
+                " epoch: leave one of them out."
             )
         if self.glyphs_seed < 0:
             raise ValueError(f"glyphs_seed={self.glyphs_seed!r} must be a whole number >= 0, e.g. `glyphs_seed: 0`.")
@@ -338,6 +347,11 @@ def make_trainer(
         data: Train and validation, as `load_data` gives them.
         model_init: In a hyperparameter search, what builds the model of a trial.
     """
+    if data_args.cache_images and args.dataloader_num_workers:
+        raise ValueError(
+            f"cache_images keeps images in this process, and dataloader_num_workers={args.dataloader_num_workers} reads"
+            " them in others: set `dataloader_num_workers: 0`."
+        )
     classes = data["train"].features["label"].names
     set_seed(args.seed)
     model = build_model(model_args, classes)
@@ -346,8 +360,8 @@ def make_trainer(
         model=None if model_init else model,
         model_init=model_init,
         args=args,
-        train_dataset=prepare(data["train"], model.config, data_args.augmentation),
-        eval_dataset=prepare(data["validation"], model.config),
+        train_dataset=prepare(data["train"], model.config, data_args.augmentation, data_args.cache_images),
+        eval_dataset=prepare(data["validation"], model.config, keep=data_args.cache_images),
         # a local folder goes into config and card by its name only: they are made to be shared
         dataset_name=Path(data_args.dataset).name if Path(data_args.dataset).exists() else data_args.dataset,
         callbacks=[EarlyStoppingCallback(patience)] if patience else None,

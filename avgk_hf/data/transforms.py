@@ -31,6 +31,13 @@ def _random_crop(evaluation: tv.Compose, flip: bool) -> tv.Compose:
     return tv.Compose(steps)
 
 
+class _Kept(dict):
+    """Tensors by index; `datasets` copies a transform with every view of a dataset, and these must stay the same."""
+
+    def __deepcopy__(self, memo: dict) -> "_Kept":
+        return self
+
+
 class ImageTransform:
     """Turns a batch of stored examples into `pixel_values`, `labels` and `index`.
 
@@ -39,11 +46,15 @@ class ImageTransform:
         augmentation: `"none"`; `"timm"` for random resized crops and flips as in ImageNet training; `"resize_crop"`
             for the evaluation's resizing and a random crop instead of its centre crop; `"pad_crop_flip"` for the same
             with 4 black pixels added on each side before the crop, and random flips, as is usual for CIFAR.
+        keep: Whether the tensors are kept in memory, by `index`, and never made again: for small images that are read
+            many times, in one process. One such transform serves one split.
     """
 
-    def __init__(self, config: Any, augmentation: str = "none") -> None:
+    def __init__(self, config: Any, augmentation: str = "none", keep: bool = False) -> None:
         if augmentation not in AUGMENTATIONS:
             raise ValueError(f"augmentation={augmentation!r} is unknown; choose one of {list(AUGMENTATIONS)}.")
+        if keep and augmentation != "none":
+            raise ValueError(f"augmentation={augmentation!r} makes new images every time: none can be kept.")
         processor = TimmWrapperImageProcessor(config.pretrained_cfg, config.architecture)
         self.transform = processor.train_transforms if augmentation == "timm" else processor.val_transforms
         if augmentation in ("pad_crop_flip", "resize_crop"):
@@ -53,6 +64,7 @@ class ImageTransform:
                 step.inplace = True  # the tensor is new, so another copy of it would be wasted
         self.mode = "L" if config.pretrained_cfg["input_size"][0] == 1 else "RGB"
         self.augmentation = augmentation
+        self.kept: _Kept | None = _Kept() if keep else None
         self._seed: torch.Tensor | None = None
 
     def seed(self, seed: int, epoch: int) -> None:
@@ -78,7 +90,11 @@ class ImageTransform:
         output: dict[str, list] = {"pixel_values": []}
         for image, place in zip(batch["image"], places, strict=True):
             name = None if isinstance(image, dict) and image.get("path") else f"image {place}"
-            if self.augmentation == "none" or self._seed is None or place is None:
+            if self.kept is not None and place is not None:
+                if place not in self.kept:
+                    self.kept[place] = self.image(image, name)
+                output["pixel_values"].append(self.kept[place])
+            elif self.augmentation == "none" or self._seed is None or place is None:
                 output["pixel_values"].append(self.image(image, name))
             else:
                 with _seeded([*self._seed.tolist(), place]):
@@ -117,18 +133,26 @@ class ProcessorTransform(ImageTransform):
         self.transform = lambda image: processor(images=image, return_tensors="pt")["pixel_values"][0]
         self.mode = "RGB"
         self.augmentation = "none"
+        self.kept = None
 
 
-def prepare(dataset: Dataset, config: Any, augmentation: str = "none") -> Dataset:
+def prepare(dataset: Dataset, config: Any, augmentation: str = "none", keep: bool = False) -> Dataset:
     """The dataset as the model takes it: images are opened, resized and normalised when they are read.
+
+    A dataset that was prepared with `keep` comes back as it is, with the tensors it holds, where the same is asked for.
 
     Args:
         dataset: One split of `load_splits`.
         config: The model's config, or an `ImageTransform`.
         augmentation: For training, as in `ImageTransform`.
+        keep: As in `ImageTransform`.
     """
     for column in ("image", "label"):
         if column not in dataset.column_names:
             raise ValueError(f"the dataset has no column {column!r}, only {dataset.column_names}: use `load_splits`.")
-    transform = config if isinstance(config, ImageTransform) else ImageTransform(config, augmentation)
+    transform = config if isinstance(config, ImageTransform) else ImageTransform(config, augmentation, keep)
+    held = dataset.format["format_kwargs"].get("transform")
+    if transform.kept is not None and isinstance(held, ImageTransform) and held.kept is not None:
+        if (repr(held.transform), held.mode) == (repr(transform.transform), transform.mode):
+            return dataset
     return dataset.cast_column("image", Image(decode=False)).with_transform(transform)
