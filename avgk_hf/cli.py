@@ -84,6 +84,15 @@ def build_parser() -> argparse.ArgumentParser:
     sweep.add_argument("--out", help="folder for study, table, plot and the winner's runs (runs/sweep-...)")
     sweep.epilog = "Further `--field value` arguments override the recipe. The same command goes on after a crash."
 
+    compare = commands.add_parser("compare", help="compare losses: tuned alike, several seeds, one report")
+    compare.add_argument("config", metavar="CONFIG", help="a comparison file, e.g. recipes/glyphs/compare.yaml")
+    compare.add_argument("--workers", type=int, default=1, help="processes, with one thread each (%(default)s)")
+    compare.add_argument("--out", help="folder for results, report and pictures (the file's output_dir)")
+    compare.add_argument("--dry-run", action="store_true", help="print the plan and how long it would take")
+    compare.epilog = "Further `--field value` arguments override the recipe, e.g. `--dataset my_plants`. " + (
+        "The same command goes on after a crash, and in a second shell helps the first."
+    )
+
     report = commands.add_parser("report", help="mean and 95%% confidence interval of runs over their seeds")
     report.add_argument("runs", nargs="+", metavar="RUN", help="folders of finished runs, or of several seeds")
     report.add_argument("--out", default="runs/report", help="folder for report.md and report.json (%(default)s)")
@@ -204,6 +213,16 @@ def run_sweep(args: argparse.Namespace) -> None:
         print(f"written to {sweep.output_dir}")
 
 
+def run_compare(args: argparse.Namespace) -> None:
+    """`avgk compare`."""
+    from .compare import read_comparison, run_comparison
+
+    comparison = read_comparison(args.config, output_dir=args.out, overrides=args.overrides)
+    print(run_comparison(comparison, args.workers, args.dry_run))
+    if not args.dry_run:
+        print(f"written to {comparison.output_dir}")
+
+
 def run_report(args: argparse.Namespace) -> None:
     """`avgk report`."""
     from .report import write_report
@@ -234,6 +253,7 @@ COMMANDS = {
     "evaluate": run_evaluate,
     "predict": run_predict,
     "sweep": run_sweep,
+    "compare": run_compare,
     "report": run_report,
     "plot": run_plot,
     "push": run_push,
@@ -247,7 +267,7 @@ def main(arguments: list[str] | None = None) -> int:
     arguments = sys.argv[1:] if arguments is None else arguments
     if arguments[:1] == ["train"]:  # its options are the recipe's fields, which only the training code knows
         args = argparse.Namespace(command="train", arguments=arguments[1:])
-    elif arguments[:1] == ["sweep"]:  # as far as it does not know them itself
+    elif arguments[:1] in (["sweep"], ["compare"]):  # as far as it does not know them itself
         args, overrides = build_parser().parse_known_args(arguments)
         args.overrides = overrides
     else:

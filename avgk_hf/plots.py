@@ -150,6 +150,71 @@ def accuracy_curve(curves: dict[str, dict[float, float]], path: str | Path) -> N
     _save(figure, path)
 
 
+def accuracy_intervals(
+    curves: dict[str, Sequence[dict[str, Any]]], path: str | Path, limits: dict[str, dict[float, float]] | None = None
+) -> None:
+    """Average-K accuracy against K with the interval over seeds, one line for each loss.
+
+    Args:
+        curves: For each loss, points with `k`, `mean` and `half_width`, the latter None for one seed.
+        path: PNG or SVG to write.
+        limits: {name: {K: accuracy}} of lines without intervals, e.g. the best possible.
+    """
+    plt = _pyplot()
+    figure, axis = plt.subplots(figsize=(7, 4.2))
+    ks = sorted({point["k"] for points in curves.values() for point in points})
+    for i, (name, points) in enumerate(curves.items()):
+        style, marker = LINES[i % len(LINES)]
+        shift = 1 + 0.012 * (i - (len(curves) - 1) / 2)  # so that intervals do not hide each other
+        axis.errorbar(
+            [point["k"] * shift for point in points],
+            [100 * point["mean"] for point in points],
+            [100 * (point["half_width"] or 0) for point in points],
+            linestyle=style, marker=marker, color=str(0.15 * (i % 4)), markersize=4, capsize=2, label=_short(name, 60),
+        )  # fmt: skip
+    for i, (name, limit) in enumerate((limits or {}).items()):
+        axis.plot(list(limit), [100 * v for v in limit.values()], color="0.6", linestyle=LINES[-1 - i % 2][0],
+                  label=_short(name, 60))  # fmt: skip
+    axis.set_xscale("log")
+    axis.set_xticks(ks, [f"{k:g}" for k in ks])
+    axis.minorticks_off()
+    axis.set(xlabel="K, average set size on validation", ylabel="average-K accuracy on test (%)")
+    axis.grid(alpha=0.3)
+    axis.legend(frameon=False)
+    figure.tight_layout()
+    _save(figure, path)
+
+
+def learning_curves(curves: dict[str, Sequence[dict[str, float]]], path: str | Path, title: str = "") -> None:
+    """Validation accuracy and validation loss after every epoch, one line for each loss.
+
+    Losses have different scales, so each is divided by its own minimum: a line that rises from 1 shows overfitting.
+
+    Args:
+        curves: For each loss, points with `epoch`, `accuracy` and `loss`.
+        path: PNG or SVG to write.
+        title: Above the axes.
+    """
+    plt = _pyplot()
+    figure, axes = plt.subplots(1, 2, figsize=(10, 3.8))
+    for i, (name, points) in enumerate(curves.items()):
+        style, marker = LINES[i % len(LINES)]
+        look = {"linestyle": style, "marker": marker, "color": str(0.15 * (i % 4)), "markersize": 3}
+        epochs = [point["epoch"] for point in points]
+        least = min(point["loss"] for point in points)
+        axes[0].plot(epochs, [100 * point["accuracy"] for point in points], label=_short(name, 60), **look)
+        if least > 0:
+            axes[1].plot(epochs, [point["loss"] / least for point in points], label=_short(name, 60), **look)
+    axes[0].set(xlabel="epoch", ylabel="validation average-K accuracy (%)")
+    axes[1].set(xlabel="epoch", ylabel="validation loss / its minimum")
+    for axis in axes:
+        axis.grid(alpha=0.3)
+    axes[0].legend(frameon=False)
+    figure.suptitle(title, fontsize=10)
+    figure.tight_layout()
+    _save(figure, path)
+
+
 def sweep_curve(points: Sequence[dict[str, Any]], name: str, path: str | Path) -> None:
     """Validation accuracy against the values of one hyperparameter, with the interval over seeds.
 

@@ -35,7 +35,7 @@ from .modeling import AvgKForImageClassification
 from .plots import set_size_histogram
 from .report import RESULTS, write_report
 from .runs import check_output_dir, where_to_go_on
-from .sets import HEADS, SCORES, SHOTS, check_k, is_number, k_key
+from .sets import HEADS, SCORES, SHOTS, SetStatistics, check_k, is_number, k_key
 from .shell import guarded
 from .trainer import AvgKTrainer
 from .training_args import AvgKTrainingArguments
@@ -349,8 +349,8 @@ def make_trainer(
     """
     if data_args.cache_images and args.dataloader_num_workers:
         raise ValueError(
-            f"cache_images keeps images in this process, and dataloader_num_workers={args.dataloader_num_workers} reads"
-            " them in others: set `dataloader_num_workers: 0`."
+            f"cache_images keeps images in this process, but dataloader_num_workers={args.dataloader_num_workers}"
+            " processes read them: set `dataloader_num_workers: 0`."
         )
     classes = data["train"].features["label"].names
     set_seed(args.seed)
@@ -407,7 +407,8 @@ def run(
     if "test" in used:
         test = prepare(used["test"], model.config)
         results["test"] = plain_metrics(trainer.evaluate(test, metric_key_prefix="test"), "test_")
-        results["set_sizes"] = set_size_counts(trainer, model.config.k)
+        statistics = trainer.statistics(model.config.k)
+        results["set_sizes"] = set_size_counts(statistics, model.config.k, model.config.train_counts)
     trainer.save_model()
     trainer.save_state()
     if trainer.is_world_process_zero():
@@ -445,13 +446,13 @@ def run_seeds(arguments: list[str], keep: bool = False) -> str:
     return write_report(folders, args.output_dir) if args.process_index == 0 else ""
 
 
-def set_size_counts(trainer: AvgKTrainer, k: float) -> dict[str, list[int]]:
-    """How many images of the last evaluation got a set of 0, 1, 2, ... classes, for all classes and by shot."""
-    sizes, labels = trainer.statistics(k).set_sizes(k), trainer.statistics(k).labels
-    train_counts = np.asarray(trainer.model.config.train_counts)[labels]  # (n,), of each image's class
+def set_size_counts(statistics: SetStatistics, k: float, train_counts: list[int]) -> dict[str, list[int]]:
+    """How many images of an evaluation got a set of 0, 1, 2, ... classes, for all classes and by shot."""
+    sizes = statistics.set_sizes(k)
+    of_class = np.asarray(train_counts)[statistics.labels]  # (n,), training images of each image's class
     counts = {"all": np.bincount(sizes).tolist()}
     for name, (low, high) in SHOTS.items():
-        group = (train_counts >= low) & (train_counts < high)
+        group = (of_class >= low) & (of_class < high)
         counts[name] = np.bincount(sizes[group]).tolist()
     return counts
 

@@ -725,7 +725,10 @@ BAD_RECIPE = {
         key: ["hinge", "3", *NO_TEXT]
         for key in ("objective", "candidate_scope", "score", "head", "augmentation", "on_bad_image")
     },
-    **{key: ["maybe", "3", "[true]", "{a: 1}", "''"] for key in ("pretrained", "freeze_backbone", "channels_last")},
+    **{
+        key: ["maybe", "3", "[true]", "{a: 1}", "''"]
+        for key in ("pretrained", "freeze_backbone", "channels_last", "cache_images")
+    },
     **dict.fromkeys(("model", "checkpoint", "dataset", "dataset_config", "image_column", "label_column"), NO_TEXT),
     **dict.fromkeys(("train_split", "validation_split", "test_split"), NO_TEXT),
     "calibrate_k": [

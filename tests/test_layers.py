@@ -16,7 +16,7 @@ LAYERS = [
     {"calibrate"},
     {"plots"},
     {"train"},
-    {"demo", "sweep"},
+    {"compare", "demo", "sweep"},
     {"cli"},
 ]
 REMOTE = {"configuration", "densenet", "modeling", "pipeline", "sets"}

@@ -139,7 +139,7 @@ class ProcessorTransform(ImageTransform):
 def prepare(dataset: Dataset, config: Any, augmentation: str = "none", keep: bool = False) -> Dataset:
     """The dataset as the model takes it: images are opened, resized and normalised when they are read.
 
-    A dataset that was prepared with `keep` comes back as it is, with the tensors it holds, where the same is asked for.
+    A dataset that was prepared so with `keep` comes back as it is, with the tensors that it holds.
 
     Args:
         dataset: One split of `load_splits`.
