@@ -149,6 +149,11 @@ class Comparison:
         """The recipe with the overrides."""
         return parse_recipe([self.recipe, *self.overrides])
 
+    @functools.cached_property
+    def fields(self) -> dict[str, Any]:
+        """What the recipe's file states and the comparison does not replace."""
+        return {name: value for name, value in read_recipe(Path(self.recipe)).items() if name not in SET_HERE}
+
     @property
     def on_glyphs(self) -> bool:
         """Whether the data are generated, and so the best possible answer known."""
@@ -224,8 +229,8 @@ def read_comparison(path: str, **given: Any) -> Comparison:
 
 def run_path(comparison: Comparison, run: Run) -> Path:
     """The file of a run's results; its name holds a digest of everything that decides on them."""
-    recipe = {name: value for name, value in read_recipe(Path(comparison.recipe)).items() if name not in SET_HERE}
-    what = {"recipe": recipe, "overrides": comparison.overrides, "objective": comparison.objective(run.loss)}
+    what = {"recipe": comparison.fields, "overrides": comparison.overrides}
+    what["objective"] = comparison.objective(run.loss)
     what |= {"all_k": comparison.k, "run": [run.phase, run.k, run.values, run.seed, list(run.ks)]}
     if run.phase == "more_data":
         what["times"] = comparison.more_data
@@ -299,6 +304,15 @@ def plan(comparison: Comparison) -> tuple[list[Run], list[tuple[str, float, int]
     ]
     chosen = {(loss, k): choose(comparison, loss, k) for loss in comparison.losses for k in comparison.k}
     unknown = []
+    if comparison.more_data and comparison.on_glyphs:  # first, because it takes longest
+        loss, at = comparison.baseline, comparison.tune_k or comparison.k[0]
+        if chosen[loss, at] is None:
+            unknown.append((loss, at, comparison.tune_seed))
+        else:
+            epochs = _epochs(comparison, chosen[loss, at]) / comparison.more_data**0.5  # more steps, but not as many
+            values = {**chosen[loss, at], "num_train_epochs": max(round(epochs), 1)}
+            k = None if comparison.objective(loss) in K_FREE else at
+            runs.append(Run("more_data", loss, k, values, comparison.tune_seed, tuple(comparison.k)))
     for seed in range(comparison.seeds):  # seed by seed, so that data are generated once
         for loss in comparison.losses:
             if comparison.objective(loss) not in K_FREE:
@@ -316,13 +330,6 @@ def plan(comparison: Comparison) -> tuple[list[Run], list[tuple[str, float, int]
                     unknown.append((loss, ks[0], seed))
                 else:
                     runs.append(Run("final", loss, k, values, seed, ks))
-    if comparison.more_data and comparison.on_glyphs:
-        values = chosen[comparison.baseline, comparison.tune_k or comparison.k[0]]
-        if values is None:
-            unknown.append((comparison.baseline, comparison.k[0], comparison.tune_seed))
-        else:
-            k = None if comparison.objective(comparison.baseline) in K_FREE else comparison.k[0]
-            runs.append(Run("more_data", comparison.baseline, k, values, comparison.tune_seed, tuple(comparison.k)))
     return runs, unknown
 
 
@@ -415,7 +422,7 @@ def _trainer(comparison: Comparison, run: Run, folder: str) -> tuple[AvgKTrainer
     for callback in (PrinterCallback, ProgressCallback):
         trainer.remove_callback(callback)
     blocks = {**vars(model_args), **vars(data_args), "dataset": trainer.dataset_name}
-    stated = [*read_recipe(Path(comparison.recipe)), *run.values]
+    stated = [*comparison.fields, *run.values]
     blocks |= {name: getattr(args, name) for name in stated if hasattr(args, name)}
     config = {name: getattr(value, "value", value) for name, value in blocks.items() if name != "output_dir"}
     return trainer, data, config
@@ -629,7 +636,7 @@ def time_left(comparison: Comparison, per_epoch: float | None = None) -> float:
             seconds += _epochs(comparison, run.values) * factor * means.get(run.loss, other)
     for loss, _, seed in unknown:
         epochs = [_epochs(comparison, values) for values in comparison.configurations(loss)]
-        factor = comparison.more_data if seed == comparison.tune_seed else 1
+        factor = comparison.more_data**0.5 if seed == comparison.tune_seed else 1
         seconds += sum(epochs) / len(epochs) * factor * means.get(loss, other)
     return seconds
 
@@ -719,11 +726,16 @@ def run_comparison(comparison: Comparison, workers: int = 1, dry_run: bool = Fal
     Path(comparison.output_dir).mkdir(parents=True, exist_ok=True)
     runs, unknown = plan(comparison)
     if unknown or any(finished(comparison, run) is None for run in runs):
-        if workers == 1:
-            work(comparison)
-        else:
-            _work_together(comparison, workers)
-    with FileLock(Path(comparison.output_dir) / ".locks" / "report.lock"):
+        try:
+            if workers == 1:
+                work(comparison)
+            else:
+                _work_together(comparison, workers)
+        except KeyboardInterrupt as stop:
+            raise type(stop)("stopped; finished runs are kept, and the same command goes on with the rest.") from None
+    locks = Path(comparison.output_dir) / ".locks"
+    locks.mkdir(exist_ok=True)
+    with FileLock(locks / "report.lock"):
         return write_comparison(comparison)
 
 
@@ -731,7 +743,7 @@ def _work_together(comparison: Comparison, workers: int) -> None:
     context = multiprocessing.get_context("spawn")
     before = os.environ.get("OMP_NUM_THREADS")
     os.environ["OMP_NUM_THREADS"] = "1"  # read when torch is imported
-    processes = [context.Process(target=_worker, args=(comparison, workers), daemon=True) for _ in range(workers)]
+    processes = [context.Process(target=_worker, args=(comparison, workers)) for _ in range(workers)]
     try:
         for process in processes:
             process.start()
@@ -916,8 +928,9 @@ def markdown(summary: dict[str, Any]) -> str:
         f"{sizes} images; {seeds} seeds. Every loss was tuned {at} by {' to '.join(map(str, budgets))} trainings with"
         " a seed of their own, by validation average-K accuracy; the epoch that is kept was chosen on validation as"
         " well, for every K by itself. Thresholds come from validation, the numbers below from test. Mean ± half width"
-        " of the 95% confidence interval over seeds (Student's t); accuracies in percent, few, medium and many shot are"
-        f" means over classes. Differences are paired by seed; `won` counts the seeds ahead of {summary['baseline']}.",
+        " of the 95% confidence interval over seeds (Student's t); accuracies in percent, few, medium and many shot"
+        f" are means over classes. Differences to {summary['baseline']} are paired by seed; `won` counts the seeds"
+        " ahead of it.",
         "",
     ]
     if seeds < 5:

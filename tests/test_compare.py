@@ -1,17 +1,16 @@
 """The comparison: tuned alike on validation, every run done once, and a report that follows from the files."""
 
 import json
-import os
+import multiprocessing
 import shutil
 import statistics
-import subprocess
-import sys
 import time
 from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
+from filelock import FileLock
 
 from avgk_hf.cli import main
 from avgk_hf.compare import (
@@ -150,50 +149,64 @@ def test_tuning_never_reads_the_test_split(config, image_folder, tmp_path, capsy
     assert choose(comparison, "ce", 3) == {"learning_rate": 0.02, "num_train_epochs": 1}
 
 
-def test_a_killed_comparison_goes_on_with_two_workers(config, tmp_path):
-    """kill -9 of the command ends its workers as well; their locks are free, and finished runs stay."""
+def test_two_shells_share_the_work_and_one_is_killed(config, tmp_path):
+    """What this shell holds is left to it; kill -9 of the other ends its workers, and nothing done is done again."""
     out = tmp_path / "out"
-    config.write_text(config.read_text() + "tune_k: 2\n")
-    command = [sys.executable, "-m", "avgk_hf.cli", "compare", str(config), "--workers", "2"]
-    env = {**os.environ, "OMP_NUM_THREADS": "1"}
-    with open(tmp_path / "log", "w") as log:
-        started = subprocess.Popen(command, env=env, stdout=log, stderr=log)
-        deadline = time.monotonic() + 120
-        while not list(out.glob("runs/*.json")) and started.poll() is None and time.monotonic() < deadline:
+    config.write_text(config.read_text().replace("seeds: 2", "seeds: 1") + "tune_k: 2\n")
+    comparison = read_comparison(str(config))
+    held = tuning_runs(comparison, "ce", None)[0]  # the first in everyone's order
+    (out / ".locks").mkdir(parents=True)
+    command = ["compare", str(config), "--workers", "2"]
+    other = multiprocessing.get_context("fork").Process(target=main, args=(command,))  # forked: it imports nothing
+    with FileLock(out / ".locks" / f"{run_path(comparison, held).stem}.lock"):
+        other.start()
+        deadline = time.monotonic() + 240
+        while not list(out.glob("runs/*.json")) and other.is_alive() and time.monotonic() < deadline:
             time.sleep(0.05)
-        started.kill()
-        started.wait()
+        other.kill()
+        other.join()
+        assert finished(comparison, held) is None
     before = {path: path.stat().st_mtime_ns for path in out.glob("runs/*.json")}
-    assert before, (tmp_path / "log").read_text()
+    assert before
     assert main(["compare", str(config)]) == 0  # waits for no lock of the dead
     after = {path: path.stat().st_mtime_ns for path in out.glob("runs/*.json")}
     assert {path: after[path] for path in before} == before
-    comparison = read_comparison(str(config))
     runs, unknown = plan(comparison)
     assert not unknown and {run_path(comparison, run) for run in runs} == set(after)
-    assert not list(out.glob("runs/*.new"))
+    assert len(json.loads((out / "report.json").read_text())["rows"]) == 4
 
 
-def test_a_run_that_another_shell_holds_is_left_to_it(config, tmp_path):
-    """The second shell does the others, and then waits until the first has finished."""
-    from filelock import FileLock
-
-    config.write_text(config.read_text().replace("  avgk: {alpha: [0.1, 10.0]}\n", "") + "tune_k: 2\n")
-    comparison = read_comparison(str(config))
-    held = tuning_runs(comparison, "ce", None)[0]
-    (tmp_path / "out" / ".locks").mkdir(parents=True)
-    lock = FileLock(tmp_path / "out" / ".locks" / f"{run_path(comparison, held).stem}.lock", thread_local=False)
-    script = f"import avgk_hf.compare as c; c.work(c.read_comparison({str(config)!r}))"
-    with lock:
-        other = subprocess.Popen([sys.executable, "-c", script], env={**os.environ, "OMP_NUM_THREADS": "1"})
-        deadline = time.monotonic() + 120
-        while not list((tmp_path / "out").glob("runs/*.json")) and time.monotonic() < deadline:
-            time.sleep(0.1)
-        time.sleep(1.5)
-        assert finished(comparison, held) is None and other.poll() is None
-    assert other.wait(timeout=120) == 0
-    runs, unknown = plan(comparison)
-    assert not unknown and all(finished(comparison, run) is not None for run in runs)
+def test_glyphs_come_with_yardsticks(config, tmp_path, monkeypatch):
+    """Few images of the real generator: new ones for every seed, bounds, more data, and the curve of a sweep."""
+    monkeypatch.setattr(glyphs, "train_counts", lambda: np.repeat([1, 3], len(CHARACTERS) // 2))
+    monkeypatch.setattr(glyphs, "VALIDATION_IMAGES", 50)
+    monkeypatch.setattr(glyphs, "TEST_IMAGES", 40)
+    monkeypatch.setattr("avgk_hf.compare.BOUND_IMAGES", 20)
+    sweep = {
+        "search": {"alpha": [1, 9]},
+        "summary": [{"values": {"alpha": a}, "mean": 0.9, "half_width": None} for a in (1, 9)],
+    }
+    (tmp_path / "sweep-alpha").mkdir()
+    (tmp_path / "sweep-alpha" / "sweep.json").write_text(json.dumps(sweep))
+    text = config.read_text().replace("  avgk: {alpha: [0.1, 10.0]}\n", "").replace("budget: 2", "budget: 1")
+    config.write_text(text + f"more_data: 2\nsweeps: [{tmp_path / 'sweep-alpha'}, {tmp_path / 'none'}]\n")
+    small = ["--dataset", "glyphs", "--in_chans", "1", "--cache_images", "true"]
+    assert main(["compare", str(config), *small]) == 0
+    out = tmp_path / "out"
+    runs = {(result["phase"], result["seed"]): result for result in contents(out).values()}
+    assert runs["final", 0]["images"] == {"train": 240, "validation": 50, "test": 40}
+    assert runs["more_data", 1000]["images"] == {"train": 480, "validation": 50, "test": 40}
+    assert [runs[key]["config"]["glyphs_seed"] for key in (("tune", 1000), ("final", 0), ("final", 1))] == [1000, 0, 1]
+    report = json.loads((out / "report.json").read_text())
+    assert list(report["limits"]) == ["bound from outlines", "bound from noise", "ce on 2 times the data"]
+    row = next(row for row in report["rows"] if row["k"] == 3)
+    distance = report["limits"]["bound from outlines"]["3"] - row["metrics"]["average_k_accuracy"]["mean"]
+    assert row["to_best"]["bound from outlines"] == pytest.approx(distance) and distance > 0
+    text = (out / "report.md").read_text()
+    assert "to bound from noise" in text and "upper bound" in text
+    assert (out / "sensitivity_sweep-alpha.svg").is_file() and json.loads((out / "bounds.json").read_text())[
+        "images"
+    ] == 20
 
 
 def test_the_study_of_glyphs_is_fair(tmp_path):
@@ -291,12 +304,7 @@ def test_class_probabilities_of_one_pixel():
         assert found == pytest.approx(counts / counts.sum(), abs=0.02)
 
 
-def test_more_data_adds_training_images_only():
-    splits = glyphs.load_glyphs.__wrapped__ if hasattr(glyphs.load_glyphs, "__wrapped__") else glyphs.load_glyphs
-    assert splits.__defaults__[-1] == 1
-
-
-# ------------------------------------------------------------------------------------------------ images kept in memory
+# ----------------------------------------------------------------------------------------------- images kept in memory
 
 
 def test_kept_images_give_the_same_model(recipe, tmp_path):
