@@ -495,7 +495,7 @@ def _nested(results: dict[tuple[str, str], dict[float, dict[str, float]]]) -> di
 
 def train_run(comparison: Comparison, run: Run) -> Results:
     """Train one run and return what is written to its file; a training that diverges has an `error` and no results."""
-    start = time.perf_counter()
+    start, cpu_start = time.perf_counter(), time.process_time()
     with tempfile.TemporaryDirectory() as folder:
         trainer, data, config = _trainer(comparison, run, folder)
         own = trainer.model.config.k
@@ -524,6 +524,7 @@ def train_run(comparison: Comparison, run: Run) -> Results:
             "versions": {"avgk_hf": __version__, **versions},
             "images": {part: len(split) for part, split in data.items()},
             "seconds": time.perf_counter() - start,
+            "cpu_seconds": time.process_time() - cpu_start,  # what it would take on a machine that does nothing else
             "epochs": float(trainer.state.epoch or 0),
             "error": error,
             "curve": _curve(trainer.state.log_history, comparison.k, own),

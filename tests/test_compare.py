@@ -62,6 +62,10 @@ def test_a_miniature(config, tmp_path, capsys):
     for split, number in (("train", 12), ("validation", 5), ("test", 6)):
         write_images(folder / split, dict.fromkeys(CLASSES, number), seed=number)
     command = ["compare", str(config), "--dataset", str(folder)]
+    assert main([*command, "--dry-run"]) == 0
+    printed = capsys.readouterr().out
+    assert "12 trainings, 0 of them finished" in printed and "timed steps of ce" in printed
+    assert not (tmp_path / "out").exists()
     assert main(command) == 0
     printed = capsys.readouterr().out
     out = tmp_path / "out"
@@ -209,8 +213,9 @@ def test_glyphs_come_with_yardsticks(config, tmp_path, monkeypatch):
     ] == 20
 
 
-def test_the_study_of_glyphs_is_fair(tmp_path):
-    comparison = read_comparison(str(ROOT / "recipes" / "glyphs" / "compare.yaml"))
+@pytest.mark.parametrize("name", ["compare", "compare_short"])
+def test_the_study_of_glyphs_is_fair(name, tmp_path):
+    comparison = read_comparison(str(ROOT / "recipes" / "glyphs" / f"{name}.yaml"))
     assert set(comparison.losses) == {"ce", "avgk", "an", "epr", "role", "topk"}
     assert comparison.k == [2, 3, 5, 10] and comparison.seeds >= 5 and comparison.on_glyphs
     budgets = {loss: len(comparison.configurations(loss)) for loss in comparison.losses}
