@@ -148,7 +148,7 @@ def noise_bound(ks: Iterable[float], images: int = 2000, seed: int = 0) -> dict[
         seed: Seed of the drawing; labels follow the class frequencies.
 
     Returns:
-        For each K the `accuracy`, and the `standard_error` of estimating it on so many images.
+        For each K the `accuracy`, and the most that the `standard_error` of so many images can be.
     """
     rng = np.random.default_rng(seed)
     priors = train_counts() / train_counts().sum()
