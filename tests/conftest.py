@@ -1,7 +1,10 @@
 """Small real data and models shared by the tests; nothing here needs a network."""
 
 import os
+import signal
 
+# a shell ignores Ctrl-C for what it runs in the background, and so would every process that the tests start
+signal.signal(signal.SIGINT, signal.default_int_handler)
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("HF_DATASETS_OFFLINE", "1")
 
