@@ -15,11 +15,11 @@ from pathlib import Path
 import pytest
 import torch
 from safetensors.torch import load_file
-from transformers import AutoModelForImageClassification, EarlyStoppingCallback, TrainerCallback
+from transformers import AutoModelForImageClassification, EarlyStoppingCallback, TrainerCallback, pipeline
 
 from avgk_hf import AvgKConfig, AvgKForImageClassification, AvgKTrainingArguments, prepare, runs
 from avgk_hf.cli import main
-from conftest import RECIPE
+from conftest import RECIPE, save_vit
 
 # imports once and runs every command it is given in a process of its own, which can be killed like any other
 DRIVER = """
@@ -364,6 +364,34 @@ def test_a_damaged_model_is_refused_by_file_and_field(damage, model_folder, imag
     with pytest.raises((OSError, ValueError)) as refusal:
         AvgKForImageClassification.from_pretrained(model_folder)
     assert all(part in str(refusal.value) for part in (model, *parts)) and "\n" not in str(refusal.value)
+
+
+@pytest.mark.parametrize(
+    "thresholds",
+    [{"2": float("nan")}, {"2": "high"}, {"2": -0.5}, {"2": 7}, {"2": None}, {"6": 0.1}, {"a": 0.1}, [0.1]],
+)
+def test_thresholds_of_another_class_of_model_are_refused_too(thresholds, image_folder, tmp_path, capsys):
+    """A classifier of transformers itself, whose config takes any value."""
+    save_vit(tmp_path)
+    edit(tmp_path, thresholds=thresholds)
+    image = str(image_folder / "test" / "oak" / "0.png")
+    for arguments in (["predict", str(tmp_path), image, "--k", "2"], ["evaluate", str(tmp_path), str(image_folder)]):
+        assert main(arguments) == 2
+        error = capsys.readouterr().err.strip().splitlines()[-1]
+        assert error.startswith(f"avgk {arguments[0]}: {tmp_path / 'config.json'}: config.thresholds"), error
+    with pytest.raises(ValueError, match=r"^config\.thresholds"):
+        pipeline("average-k-image-classification", model=str(tmp_path))
+
+
+def test_the_way_to_mend_thresholds_works(model_folder, image_folder, capsys):
+    edit(model_folder, thresholds={"2": -1})
+    assert main(["predict", str(model_folder), str(image_folder / "test" / "oak" / "0.png")]) == 2
+    assert "Take the field out of config.json and calibrate again: `avgk calibrate" in capsys.readouterr().err
+    config = json.loads((model_folder / "config.json").read_text())
+    del config["thresholds"]
+    (model_folder / "config.json").write_text(json.dumps(config))
+    assert main(["calibrate", str(model_folder), str(image_folder)]) == 0
+    assert AvgKConfig.from_pretrained(model_folder).thresholds
 
 
 def test_broken_results_are_refused_by_file_and_field(model_folder, tmp_path, capsys):
