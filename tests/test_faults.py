@@ -497,21 +497,27 @@ def test_the_size_of_a_checkpoint_is_foreseen(make_trainer, make_model, tmp_path
 
 def test_ctrl_c_says_how_to_go_on(recipe, tmp_path, environment):
     arguments = ["train", str(recipe), *often(num_train_epochs=5000, save_total_limit=2)[:-2]]
-    log = tmp_path / "run" / "train.log"
-    for number, expected in ((signal.SIGINT, 130), (signal.SIGTERM, 143)):
+    run = tmp_path / "run"
+    for number, expected, more in (
+        (signal.SIGINT, 130, []),
+        (signal.SIGTERM, 143, []),
+        (signal.SIGINT, 130, ["--seeds", "2"]),
+    ):
+        log = (run / "seed-1" if more else run) / "train.log"
         pipe = {"stdout": subprocess.DEVNULL, "stderr": subprocess.PIPE, "text": True, "env": environment}
-        with subprocess.Popen([sys.executable, "-m", "avgk_hf.cli", *arguments], **pipe) as process:
+        with subprocess.Popen([sys.executable, "-m", "avgk_hf.cli", *arguments, *more], **pipe) as process:
             while not (log.exists() and "saved checkpoint-6" in log.read_text()):
                 assert process.poll() is None, process.stderr.read()
                 time.sleep(0.05)
             process.send_signal(number)
             error = process.communicate()[1]
         assert process.returncode == expected and "Traceback" not in error
-        last = runs.last_checkpoint(tmp_path / "run")
-        resume = shlex.join(["avgk", *arguments, "--resume_from_checkpoint", "last"])
-        line = f"avgk train: training was stopped. The last checkpoint is {last}; go on with `{resume}`."
+        last = f"The last checkpoint is {runs.last_checkpoint(run)}"
+        where = f"Finished seeds and checkpoints are in {run}" if more else last
+        resume = shlex.join(["avgk", *arguments, *more, "--resume_from_checkpoint", "last"])
+        line = f"avgk train: training was stopped. {where}; go on with `{resume}`."
         assert error.strip().splitlines()[-1] == line
-        shutil.rmtree(tmp_path / "run")
+        shutil.rmtree(run)
 
 
 @pytest.mark.parametrize("name", ["demo", "calibrate", "evaluate"])
