@@ -217,5 +217,5 @@ def write_thresholds(model: PreTrainedModel, folder: str | Path) -> None:
     found = {name: getattr(model.config, name) for name in names if hasattr(model.config, name)}
     config = {**read_json(path), **found}
     new = path.with_name("config.json.new")
-    new.write_text(json.dumps(config, indent=2, sort_keys=True, ensure_ascii=False) + "\n")
+    new.write_text(json.dumps(config, indent=2, sort_keys=True, ensure_ascii=False) + "\n", encoding="utf-8")
     new.replace(path)

@@ -403,7 +403,8 @@ def run(
         if "set_sizes" in results and find_spec("matplotlib"):
             sizes = {model_args.objective: results["set_sizes"]["all"]}
             set_size_histogram(sizes, folder / "set_sizes.png", f"Set sizes on test, K = {k_key(model.config.k)}")
-        (folder / f"{RESULTS}.new").write_text(json.dumps(results, indent=2, ensure_ascii=False) + "\n")
+        text = json.dumps(results, indent=2, ensure_ascii=False) + "\n"
+        (folder / f"{RESULTS}.new").write_text(text, encoding="utf-8")
         os.replace(folder / f"{RESULTS}.new", folder / RESULTS)
         trainer.create_model_card()
     return results

@@ -444,6 +444,21 @@ def test_a_write_that_fails_leaves_the_old_model(model_folder, image_folder, com
     assert not (model_folder / "model.safetensors").exists(), "old weights would be loaded instead of the new shards"
 
 
+def test_class_names_survive_any_locale(make_model, tmp_path, environment):
+    """A locale without UTF-8, as Windows has by default: what is written must be what is read."""
+    names = {0: "Eiche", 1: "дуб", 2: "chêne"}
+    make_model(num_labels=None, id2label=names).save_pretrained(tmp_path)
+    code = (
+        "import sys; from avgk_hf import AvgKForImageClassification; from avgk_hf.calibrate import write_thresholds\n"
+        "model = AvgKForImageClassification.from_pretrained(sys.argv[1])\n"
+        "model.config.set_calibration({2: 0.5}, {})\nwrite_thresholds(model, sys.argv[1])"
+    )
+    plain = {**environment, "LC_ALL": "C", "PYTHONUTF8": "0", "PYTHONCOERCECLOCALE": "0"}
+    subprocess.run([sys.executable, "-c", code, tmp_path], env=plain, check=True)
+    config = AvgKConfig.from_pretrained(tmp_path)
+    assert config.id2label == names and config.thresholds == {"2": 0.5}
+
+
 def test_a_checkpoint_that_cannot_be_written_leaves_the_last_one(recipe, tmp_path, command):
     fields = often(optim="adamw_torch", num_train_epochs=2, save_total_limit=2)
     assert command("train", recipe, *fields, "--output_dir", tmp_path / "whole")[0] == 0
