@@ -400,13 +400,19 @@ def run(
     trainer.save_state()
     if trainer.is_world_process_zero():
         folder = Path(args.output_dir)
-        if "set_sizes" in results and find_spec("matplotlib"):
-            sizes = {model_args.objective: results["set_sizes"]["all"]}
-            set_size_histogram(sizes, folder / "set_sizes.png", f"Set sizes on test, K = {k_key(model.config.k)}")
-        text = json.dumps(results, indent=2, ensure_ascii=False) + "\n"
-        (folder / f"{RESULTS}.new").write_text(text, encoding="utf-8")
-        os.replace(folder / f"{RESULTS}.new", folder / RESULTS)
-        trainer.create_model_card()
+        try:
+            if "set_sizes" in results and find_spec("matplotlib"):
+                sizes = {model_args.objective: results["set_sizes"]["all"]}
+                set_size_histogram(sizes, folder / "set_sizes.png", f"Set sizes on test, K = {k_key(model.config.k)}")
+            text = json.dumps(results, indent=2, ensure_ascii=False) + "\n"
+            (folder / f"{RESULTS}.new").write_text(text, encoding="utf-8")
+            os.replace(folder / f"{RESULTS}.new", folder / RESULTS)
+            trainer.create_model_card()
+        except OSError as error:
+            raise OSError(
+                f"the results could not be written to {folder} ({error.strerror}), the model was. Free some space."
+                f" {where_to_go_on(folder)}"
+            ) from error
     return results
 
 

@@ -480,6 +480,19 @@ def test_a_checkpoint_that_cannot_be_written_leaves_the_last_one(recipe, tmp_pat
     assert results[0] == results[1]
 
 
+def test_results_that_cannot_be_written_can_be_written_again(recipe, tmp_path, capsys):
+    run, fields = tmp_path / "run", ["--num_train_epochs", "1", "--resume_from_checkpoint", "last"]
+    (run / "results.json.new").mkdir(parents=True)
+    assert main(["train", str(recipe), *fields]) == 2
+    error = capsys.readouterr().err.strip().splitlines()[-1]
+    assert error.startswith(f"avgk train: the results could not be written to {run} (Is a directory), the model was.")
+    assert f"The last checkpoint is {run / 'checkpoint-5'}; go on with `--resume_from_checkpoint last`." in error
+    weights = (run / "model.safetensors").read_bytes()
+    (run / "results.json.new").rmdir()
+    assert main(["train", str(recipe), *fields]) == 0
+    assert (run / "results.json").is_file() and (run / "model.safetensors").read_bytes() == weights
+
+
 def test_an_output_folder_that_cannot_hold_the_run_is_found_first(recipe, make_trainer, tmp_path, capsys):
     (tmp_path / "file").write_text("")
     for place in (tmp_path / "file", tmp_path / "file" / "run", Path("/proc/run")):
