@@ -147,6 +147,6 @@ def write_report(folders: Sequence[str | Path], out: str | Path) -> str:
     groups = report(folders)
     text = markdown(groups)
     Path(out).mkdir(parents=True, exist_ok=True)
-    (Path(out) / "report.md").write_text(text)
-    (Path(out) / "report.json").write_text(json.dumps(groups, indent=2, ensure_ascii=False) + "\n")
+    (Path(out) / "report.md").write_text(text, encoding="utf-8")
+    (Path(out) / "report.json").write_text(json.dumps(groups, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
     return text

@@ -574,6 +574,40 @@ def class_means(
     return means
 
 
+def check_thresholds(thresholds: Any, num_labels: int, kind: str, field: str = "thresholds") -> None:
+    """Refuse thresholds {K as text: lambda_val} of a config that were edited or damaged, with the field's name.
+
+    Args:
+        thresholds: What the config holds.
+        num_labels: L.
+        kind: The scores they are compared with, as in `score`.
+        field: Name of the config's field.
+
+    Example:
+        >>> check_thresholds({"2": -0.5}, num_labels=10, kind="softmax")  # doctest: +ELLIPSIS
+        Traceback (most recent call last):
+        ...
+        ValueError: config.thresholds['2']=-0.5 is no probability, and score='softmax' gives probabilities. ...
+    """
+    if not isinstance(thresholds, Mapping):
+        raise ValueError(f"config.{field}={thresholds!r} must map K to lambda_val, e.g. `{{'2': 0.1}}`.")
+    for key, lambda_val in thresholds.items():
+        try:
+            check_k(float(key), num_labels)
+        except ValueError as error:
+            raise ValueError(f"config.{field} has the key {key!r}: {error}") from None
+        if not is_number(lambda_val) or math.isinf(lambda_val):
+            reason = "is not a finite number"
+        elif kind != "logit" and not 0 <= lambda_val <= 1:
+            reason = f"is no probability, and score={kind!r} gives probabilities"
+        else:
+            continue
+        raise ValueError(
+            f"config.{field}[{key!r}]={lambda_val!r} {reason}. Take the field out of config.json and calibrate again:"
+            " `avgk calibrate MODEL DATASET`."
+        )
+
+
 def stored_threshold(config: Any, k: float | None = None) -> float:
     """lambda_val of `k` (default: the config's own `k`) that a calibration wrote to a model's config.
 
@@ -585,6 +619,7 @@ def stored_threshold(config: Any, k: float | None = None) -> float:
             "this model has no thresholds, so it cannot predict sets: calibrate it on validation images with"
             " `trainer.evaluate()`, or with `avgk calibrate MODEL DATASET`."
         )
+    check_thresholds(thresholds, config.num_labels, getattr(config, "score", "softmax"))  # only ours does by itself
     k = check_k(_own_k(config) if k is None else k, config.num_labels)
     if k_key(k) not in thresholds:
         raise ValueError(

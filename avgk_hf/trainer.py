@@ -515,8 +515,7 @@ class AvgKTrainer(Trainer):
         super()._load_from_checkpoint(resume_from_checkpoint, model)
         self._load_calibration(resume_from_checkpoint)
         if self.criterion.state_dict():
-            state = load_file(Path(resume_from_checkpoint) / OBJECTIVE_STATE, device=str(self.args.device))
-            self.criterion.load_state_dict(state)
+            self.criterion.load_state_dict(load_file(Path(resume_from_checkpoint) / OBJECTIVE_STATE))
 
     def _save_optimizer_and_scheduler(self, output_dir: str) -> None:
         """As in `Trainer`, with the state of the objective beside the model, not in it."""
