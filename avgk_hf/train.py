@@ -495,7 +495,11 @@ def main(arguments: list[str] | None = None) -> None:
     except KeyboardInterrupt as stop:
         resume = [] if again else ["--resume_from_checkpoint", "last"]
         command = shlex.join(["avgk", "train", *arguments, *resume])
-        raise type(stop)(f"training was stopped. {where_to_go_on(args.output_dir, f'`{command}`')}") from None
+        if args.seeds > 1:  # each has checkpoints of its own
+            where = f"Finished seeds and checkpoints are kept in {args.output_dir}; go on with `{command}`."
+        else:
+            where = where_to_go_on(args.output_dir, f"`{command}`")
+        raise type(stop)(f"training was stopped. {where}") from None
     if args.process_index == 0:
         print(text)
 
