@@ -11,7 +11,7 @@ from pathlib import Path
 import optuna
 import pytest
 
-from avgk_hf.cli import main
+from avgk_hf.cli import build_parser, main
 from avgk_hf.sweep import Sweep, _scaled, read_sweep, run_sweep
 from avgk_hf.train import main as train
 from avgk_hf.train import parse_recipe
@@ -207,6 +207,28 @@ def test_the_studies_of_the_appendix(path):
     ratios = [_scaled(sweep, {name: value})["learning_rate"] / value for value in values]
     _, _, args = parse_recipe([sweep.recipe])
     assert ratios == pytest.approx([args.learning_rate / args.per_device_train_batch_size] * len(values))
+
+
+@pytest.mark.parametrize("folder", ["cifar100", "plantnet300k"])
+def test_the_readmes_describe_the_studies(folder, monkeypatch):
+    """Their commands are read as they stand, and the numbers of trainings are those of the files."""
+    monkeypatch.chdir(ROOT)
+    text = (ROOT / "recipes" / folder / "README.md").read_text()
+    commands = [line.split()[1:] for line in text.splitlines() if line.startswith("CUDA_VISIBLE_DEVICES=0 avgk sweep")]
+    assert [Path(words[2]).stem for words in commands] == ["sweep_alpha", "sweep_batch", "sweep_batch"]
+    folders = set()
+    for _, *words in commands:
+        args, overrides = build_parser().parse_known_args(words)
+        sweep = read_sweep(args.recipe, output_dir=args.out, overrides=overrides)
+        model_args, _, _ = parse_recipe([sweep.recipe, *overrides])
+        assert model_args.objective == ("ce" if overrides else "avgk")
+        folders.add(sweep.output_dir)
+        ((_, values),) = sweep.search.items()
+        row = next(line for line in text.splitlines() if line.startswith(f"| [{Path(args.recipe).name}]"))
+        cells = [cell.strip() for cell in row.strip("|").split("|")]
+        assert cells[1].startswith(f"{len(values)} ") and cells[1].endswith(f"from {values[0]:g} to {values[-1]:g}")
+        assert cells[2] == str((len(values) + 1) * sweep.seeds) and cells[-1] == "not run here"
+    assert len(folders) == 3
 
 
 def test_a_sweep_file_refuses_unknown_fields(tmp_path, recipe):
