@@ -54,6 +54,10 @@ logger = logging.get_logger(__name__)
 LARGE_STATE = 2 * 2**30
 
 
+class NotFinite(ValueError):
+    """A loss, weights or logits that are NaN or infinite: the training has diverged."""
+
+
 class AvgKTrainer(Trainer):
     """Trains an `AvgKForImageClassification` with its config's objective and calibrates it on the validation set.
 
@@ -260,7 +264,7 @@ class AvgKTrainer(Trainer):
     def _refuse_divergence(self, what: str) -> None:
         args = self.args
         precision = "bf16" if args.bf16 else "fp16" if args.fp16 else "float32"
-        raise ValueError(
+        raise NotFinite(
             f"{what} in step {self.state.global_step + 1} of {self.state.max_steps}, so training was ended. Lower"
             f" learning_rate={args.learning_rate:g}"
             + ("" if precision == "float32" else f" or train without {precision}")
@@ -385,7 +389,7 @@ class AvgKTrainer(Trainer):
         try:
             check_finite(logits, first)
         except ValueError as error:
-            raise ValueError(f"batch {first // self.args.eval_batch_size} of the evaluation: {error}") from None
+            raise NotFinite(f"batch {first // self.args.eval_batch_size} of the evaluation: {error}") from None
 
     def _merge(self) -> None:
         """Exchange what the processes collected, so that each has the whole."""

@@ -101,8 +101,11 @@ class AvgKTrainingArguments(TrainingArguments):
         self._check_ranges()
         super().__post_init__()
         epochs = self.lr_milestones
-        if epochs != sorted(set(epochs)) or not all(math.isfinite(epoch) and epoch > 0 for epoch in epochs):
-            raise ValueError(f"lr_milestones={self.lr_milestones} must be epochs in ascending order, e.g. 150 225.")
+        numbers = isinstance(epochs, (list, tuple)) and all(
+            is_number(epoch) and 0 < epoch < math.inf for epoch in epochs
+        )
+        if not numbers or list(epochs) != sorted(set(epochs)):
+            raise ValueError(f"lr_milestones={epochs!r} must be a list of epochs in ascending order, e.g. [150, 225].")
         if not math.isfinite(self.lr_gamma) or self.lr_gamma <= 0:
             raise ValueError(f"lr_gamma={self.lr_gamma} must be a number greater than 0, e.g. 0.1.")
         if self.lr_milestones and self.warmup_steps:
