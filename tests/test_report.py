@@ -101,7 +101,7 @@ def test_stopped_seeds_say_how_to_go_on(recipe, tmp_path, capsys, monkeypatch):
     command = ["train", str(recipe), "--seeds", "2", "--num_train_epochs", "1"]
     assert main(command) == 130
     again = shlex.join(["avgk", *command, "--resume_from_checkpoint", "last"])
-    assert f"are kept in {tmp_path / 'run'}; go on with `{again}`" in capsys.readouterr().err
+    assert f"are in {tmp_path / 'run'}; go on with `{again}`" in capsys.readouterr().err
     assert (tmp_path / "run" / "seed-1" / "results.json").is_file()
 
 
