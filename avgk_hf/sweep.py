@@ -9,6 +9,7 @@ is then evaluated on test, once per seed.
 import hashlib
 import itertools
 import json
+import logging
 import os
 import shutil
 from dataclasses import dataclass, field, fields
@@ -280,12 +281,18 @@ def _best_so_far(trainer: Any) -> Any:
     return objective
 
 
+def _is_no_warning(record: logging.LogRecord) -> bool:
+    return record.levelno < logging.WARNING
+
+
 def _search_optuna(sweep: Sweep, folder: Path) -> list[dict[str, Any]]:
     try:
         import optuna
         from optuna.trial import TrialState
     except ImportError as error:
         raise ImportError("a sweep needs optuna: `pip install 'avgk_hf[sweep]'`.") from error
+    # a trial that fails ends the sweep with a message of one line; optuna would put a traceback before it
+    logging.getLogger("optuna.study._optimize").addFilter(_is_no_warning)
     grid = sweep.grid
     # what a study searches is fixed when it is made: another search is another study
     name = json.dumps({"recipe": sweep.digest, "grid": grid})

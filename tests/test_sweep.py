@@ -109,7 +109,7 @@ def test_a_killed_sweep_goes_on_and_workers_share_it(recipe, tmp_path):
     assert [row["n"] for row in json.loads((out / "sweep.json").read_text())["summary"]] == [1, 1, 1]
 
 
-def test_an_interrupted_trial_is_trained_again(recipe, tmp_path, capsys, monkeypatch):
+def test_an_interrupted_trial_is_trained_again(recipe, tmp_path, capsys, caplog, monkeypatch):
     """Ctrl-C in the first of two trials; the same command trains both, and nothing a third time."""
     out = tmp_path / "sweep"
     command = ["sweep", str(recipe), "--search", "alpha=1,2", "--num_train_epochs", "1", "--out", str(out)]
@@ -121,7 +121,7 @@ def test_an_interrupted_trial_is_trained_again(recipe, tmp_path, capsys, monkeyp
         patch.setattr(AvgKTrainer, "training_step", interrupted)
         assert main(command) == 130
     assert f"finished trainings are kept in {out}, and the same command goes on" in capsys.readouterr().err
-    assert completed(out) == []
+    assert completed(out) == [] and not any(record.exc_info for record in caplog.records)
     assert main(command) == 0
     assert sorted(parameters["alpha"] for parameters, _ in completed(out)) == [1, 2]
     assert "2 trainings, 0 of them finished" in capsys.readouterr().out
