@@ -56,13 +56,14 @@ def find_runs(folders: Sequence[str | Path]) -> list[Path]:
 def report(folders: Sequence[str | Path]) -> list[dict[str, Any]]:
     """Runs that differ in nothing but the seed, together: mean and interval of every metric on every split.
 
-    What counts is what results.json records: the data block of the recipe, and the table of hyperparameters.
+    What counts is what results.json records: the data and model blocks of the recipe, and those training arguments
+    that the weights depend on.
 
     Args:
         folders: Folders of finished runs, or folders that hold such folders.
 
     Returns:
-        For each group `name`, `runs`, `seeds`, `data`, `hyperparameters` and `metrics`, {split: {metric:
+        For each group `name`, `runs`, `seeds`, `data`, `hyperparameters`, `recipe` and `metrics`, {split: {metric:
         mean, half_width, n}}.
     """
     groups: dict[str, list[tuple[Path, dict[str, Any]]]] = {}
@@ -72,7 +73,8 @@ def report(folders: Sequence[str | Path]) -> list[dict[str, Any]]:
             if name not in results:
                 raise ValueError(f"{run / RESULTS} has no field {name!r}; write it anew with `avgk train`.")
         same = {name: value for name, value in results["hyperparameters"].items() if name != "seed"}
-        key = json.dumps([results.get("data"), results["objective"], results["k"], same], sort_keys=True)
+        blocks = [results.get("data"), results.get("recipe"), results["objective"], results["k"], same]
+        key = json.dumps(blocks, sort_keys=True)
         groups.setdefault(key, []).append((run, results))
     reported = []
     for members in groups.values():
@@ -98,6 +100,7 @@ def report(folders: Sequence[str | Path]) -> list[dict[str, Any]]:
                 "seeds": sorted(by_seed),
                 "data": first.get("data") or {},
                 "hyperparameters": shared,
+                "recipe": first.get("recipe"),
                 "metrics": metrics,
             }
         )
@@ -107,7 +110,7 @@ def report(folders: Sequence[str | Path]) -> list[dict[str, Any]]:
 
 def _name_apart(groups: list[dict[str, Any]]) -> None:
     """Add to the names what distinguishes the groups."""
-    blocks = [{**group["data"], **group["hyperparameters"]} for group in groups]
+    blocks = [{**group["data"], **(group["recipe"] or group["hyperparameters"])} for group in groups]
     for key in dict.fromkeys(key for block in blocks for key in block):
         values = [block.get(key) for block in blocks]
         if key not in ("objective", "k") and any(value != values[0] for value in values):

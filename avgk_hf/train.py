@@ -148,6 +148,11 @@ METRICS = ("loss", "average_k_accuracy", *(f"average_k_accuracy_{head}" for head
 METRICS += ("mean_set_size", "empty_sets", "top1_accuracy", "topk_accuracy", "macro_accuracy")
 METRICS += tuple(f"{name}_shot_accuracy" for name in SHOTS)
 HYPERPARAMETERS = ("alpha", "beta", "epsilon", "role_lambda", "theta_lr", "candidate_scope", "score", "head")
+# the training arguments that the weights depend on, besides the seed
+TRAINED = ("num_train_epochs", "max_steps", "per_device_train_batch_size", "gradient_accumulation_steps", "world_size")
+TRAINED += ("optim", "optim_args", "learning_rate", "lr_scheduler_type", "lr_milestones", "lr_gamma", "warmup_steps")
+TRAINED += ("weight_decay", "decay_all", "max_grad_norm", "bf16", "fp16", "early_stopping_patience")
+TRAINED += ("metric_for_best_model",)
 Arguments = tuple[ModelArguments, DataArguments, AvgKTrainingArguments]
 
 
@@ -387,6 +392,7 @@ def run(
         "k": model.config.k,
         "seed": args.seed,
         "hyperparameters": hyperparameters(model.config, args),
+        "recipe": {**asdict(model_args), **{name: getattr(args, name) for name in TRAINED}},
         "versions": {"avgk_hf": __version__, **{name: version(name) for name in ("torch", "timm", "transformers")}},
         "validation": plain_metrics(trainer.evaluate(), "eval_"),
     }

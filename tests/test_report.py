@@ -105,6 +105,16 @@ def test_stopped_seeds_say_how_to_go_on(recipe, tmp_path, capsys, monkeypatch):
     assert (tmp_path / "run" / "seed-1" / "results.json").is_file()
 
 
+def test_runs_that_were_trained_differently_are_not_averaged(recipe, tmp_path):
+    """Also where the card's table shows no difference: seed 0 with clipping, seed 1 without."""
+    for seed, norm in ((0, "1"), (1, "0")):
+        out = ["--seed", str(seed), "--max_grad_norm", norm, "--output_dir", str(tmp_path / f"run{seed}")]
+        assert main(["train", str(recipe), "--num_train_epochs", "1", *out]) == 0
+    groups = report([tmp_path / "run0", tmp_path / "run1"])
+    assert [group["seeds"] for group in groups] == [[0], [1]]
+    assert [group["name"].rpartition(", ")[2] for group in groups] == ["max_grad_norm 1.0", "max_grad_norm 0.0"]
+
+
 def test_bad_reports_are_refused(tmp_path, capsys):
     assert main(["report", str(tmp_path)]) == 2
     assert "holds no results.json" in capsys.readouterr().err

@@ -152,6 +152,7 @@ def test_the_rate_is_scaled_from_the_one_that_is_searched(recipe):
     assert _scaled(sweep, values) == {"learning_rate": pytest.approx(0.1 * 8 / 16)}
 
 
+@pytest.mark.timeout(600)
 def test_ray_does_the_same(recipe, tmp_path):
     """In a process of its own: ray cannot send a trainer to its workers after another one was used."""
     pytest.importorskip("ray")
@@ -160,7 +161,7 @@ def test_ray_does_the_same(recipe, tmp_path):
     assert main([*command, str(tmp_path / "optuna")]) == 0
     ray = [sys.executable, "-m", "avgk_hf.cli", *command, str(tmp_path / "ray"), "--backend", "ray"]
     env = {**os.environ, "OMP_NUM_THREADS": "1"}
-    done = subprocess.run(ray, env=env, capture_output=True, text=True, timeout=240)
+    done = subprocess.run(ray, env=env, capture_output=True, text=True, timeout=500)
     assert done.returncode == 0, done.stderr
     of_ray, of_optuna = (
         json.loads((tmp_path / name / "sweep.json").read_text())["summary"] for name in ("ray", "optuna")
