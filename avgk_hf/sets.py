@@ -82,7 +82,7 @@ def _score_matrix(scores: Any) -> Tensor:
     return scores
 
 
-def score(logits: Tensor, kind: str = "softmax") -> Tensor:
+def score(logits: Tensor, kind: str = "softmax", first: int = 0) -> Tensor:
     """Turn logits (n, L) into the float32 scores (n, L) that are thresholded.
 
     Half-precision logits are widened *before* the softmax: probabilities rounded to bfloat16 tie so often that the
@@ -91,10 +91,11 @@ def score(logits: Tensor, kind: str = "softmax") -> Tensor:
     Args:
         logits: Output of one head, (n, L).
         kind: `"softmax"`, `"sigmoid"` or `"logit"`.
+        first: Number of the first image, for messages.
     """
     if kind not in SCORES:
         raise ValueError(f"score={kind!r} is unknown; choose one of {list(SCORES)}.")
-    check_finite(logits)
+    check_finite(logits, first)
     return SCORES[kind](logits.float())
 
 
@@ -112,8 +113,24 @@ def head_scores(logits: Tensor, sccp_logits: Tensor | None, head: str = "ml", ki
     if head != "ml" and sccp_logits is None:
         raise ValueError(f"head={head!r} needs the SCCP head, and this model has none: use `head='ml'`.")
     if head == "mean":
-        return (score(logits, kind) + score(sccp_logits, kind)) / 2
+        return all_scores(logits, sccp_logits, kind)["mean"]
     return score(logits if head == "ml" else sccp_logits, kind)
+
+
+def all_scores(logits: Tensor, sccp_logits: Tensor | None, kind: str = "softmax", first: int = 0) -> dict[str, Tensor]:
+    """The scores (n, L) of every head that the model has, and the mean of both.
+
+    Args:
+        logits: Output of the ML head, (n, L).
+        sccp_logits: Output of the SCCP head, (n, L), or None where the model has none.
+        kind: As in `score`.
+        first: As in `score`.
+    """
+    scores = {"ml": score(logits, kind, first)}
+    if sccp_logits is not None:
+        scores["sccp"] = score(sccp_logits, kind, first)
+        scores["mean"] = (scores["ml"] + scores["sccp"]) / 2
+    return scores
 
 
 def k_key(k: float) -> str:

@@ -188,7 +188,7 @@ def _run(sweep: Sweep, folder: Path) -> dict[str, Any]:
     found = {"recipe": sweep.recipe, "search": sweep.search, "seeds": sweep.seeds, "summary": rows, "winner": best}
     found["runs"] = str(winner)
     (folder / "sweep.json").write_text(json.dumps({**found, "trials": trials}, indent=2) + "\n")
-    (folder / "sweep.md").write_text(markdown(rows, best) + "\n" + text)
+    (folder / "sweep.md").write_text(markdown(rows, best) + "\n" + text, encoding="utf-8")
     for name in sweep.search:
         sweep_curve(_along(rows, name, best), name, folder / f"{name}.png")
     return found
