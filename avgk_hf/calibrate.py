@@ -21,7 +21,8 @@ from .data import align_labels, prepare, skip_bad_images
 from .data.datasets import ON_BAD_IMAGE
 from .data.transforms import ImageTransform, ProcessorTransform
 from .modeling import AvgKForImageClassification, check_folder, replacing
-from .sets import SetStatistics, check_k, k_key, score, stored_threshold
+from .pipeline import config_score
+from .sets import SetStatistics, check_k, check_thresholds, k_key, score, stored_threshold
 from .trainer import AvgKTrainer
 from .training_args import AvgKTrainingArguments
 
@@ -37,9 +38,15 @@ def load_classifier(name: str) -> PreTrainedModel:
         if "/" not in name:
             name = _timm_repo(name)
     try:
-        return AutoModelForImageClassification.from_pretrained(name, use_safetensors=True).eval()
+        model = AutoModelForImageClassification.from_pretrained(name, use_safetensors=True).eval()
     except SafetensorError as error:
         raise ValueError(f"the weights of {name} cannot be read ({error}); copy or download them again.") from error
+    config = model.config
+    try:  # configs of other classes do not look at them
+        check_thresholds(getattr(config, "thresholds", None) or {}, config.num_labels, config_score(config))
+    except ValueError as error:
+        raise ValueError(f"{folder / 'config.json'}: {error}") from None
+    return model
 
 
 def _timm_repo(name: str) -> str:
@@ -63,7 +70,7 @@ def model_scores(model: PreTrainedModel, pixel_values: Tensor, k: float | None =
         return model.scores(pixel_values, k)
     with torch.no_grad():
         logits = model.eval()(pixel_values.to(model.device, model.dtype)).logits
-    return score(logits, getattr(model.config, "score", "softmax"))
+    return score(logits, config_score(model.config))
 
 
 def calibrate(
@@ -175,7 +182,7 @@ def _evaluate_foreign(
         statistics.update(scores, batch["labels"].to(scores.device))
     results = statistics.compute()
     if calibrate:
-        config.score = getattr(config, "score", "softmax")
+        config.score = config_score(config)
         config.thresholds = {k_key(k): result["lambda_val"] for k, result in sorted(results.items())}
         config.calibration = {
             "num_examples": len(dataset),
@@ -210,5 +217,5 @@ def write_thresholds(model: PreTrainedModel, folder: str | Path) -> None:
     found = {name: getattr(model.config, name) for name in names if hasattr(model.config, name)}
     config = {**read_json(path), **found}
     new = path.with_name("config.json.new")
-    new.write_text(json.dumps(config, indent=2, sort_keys=True, ensure_ascii=False) + "\n")
+    new.write_text(json.dumps(config, indent=2, sort_keys=True, ensure_ascii=False) + "\n", encoding="utf-8")
     new.replace(path)

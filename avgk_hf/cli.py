@@ -73,7 +73,9 @@ def build_parser() -> argparse.ArgumentParser:
     card.add_argument("--repo", help="name of the model, as users load it (the folder's name)")
     card.add_argument("--out", help="file to write (RUN/README.md)")
 
-    sweep = commands.add_parser("sweep", help="search hyperparameters on validation, report the winner on test")
+    sweep = commands.add_parser(
+        "sweep", help="search hyperparameters on validation, report the winner on test", allow_abbrev=False
+    )
     sweep.add_argument("recipe", metavar="RECIPE", help="a recipe, or a sweep file that names one")
     sweep.add_argument(
         "--search", nargs="+", default=[], metavar="FIELD=V1,V2", help="values to try, e.g. alpha=1,3,10"
@@ -205,8 +207,9 @@ def run_sweep(args: argparse.Namespace) -> None:
     """`avgk sweep`."""
     from .sweep import parse_search, read_sweep, run_sweep
 
-    given = {"search": parse_search(args.search), "seeds": args.seeds, "backend": args.backend, "output_dir": args.out}
-    sweep = read_sweep(args.recipe, scale_learning_rate=args.scale_learning_rate, overrides=args.overrides, **given)
+    given = {"seeds": args.seeds, "backend": args.backend, "output_dir": args.out, "overrides": args.overrides}
+    search, scale = parse_search(args.search) or None, args.scale_learning_rate or None
+    sweep = read_sweep(args.recipe, search=search, scale_learning_rate=scale, **given)
     found = run_sweep(sweep)
     if "winner" in found:
         print((Path(sweep.output_dir) / "sweep.md").read_text())

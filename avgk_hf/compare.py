@@ -35,7 +35,7 @@ from .data import prepare
 from .data.glyphs import load_glyphs, noise_bound, outline_bound
 from .plots import accuracy_intervals, learning_curves, set_size_histogram, sweep_curve
 from .report import as_text, interval
-from .sets import HEADS, SetStatistics, check_k, head_scores, k_key
+from .sets import HEADS, SetStatistics, all_scores, check_k, k_key
 from .shell import guarded
 from .train import (
     DataArguments,
@@ -47,7 +47,7 @@ from .train import (
     read_recipe,
     set_size_counts,
 )
-from .trainer import AvgKTrainer, Divergence
+from .trainer import AvgKTrainer, NotFinite
 from .training_args import AvgKTrainingArguments
 
 K_FREE = ("ce", "an")  # losses that do not depend on K: trained once, calibrated for every K
@@ -455,8 +455,9 @@ def measure(
         batch = trainer._prepare_inputs(batch)
         with torch.no_grad(), trainer.compute_loss_context_manager():
             outputs = trainer.model(pixel_values=batch["pixel_values"], return_dict=True)
-        for (kind, head), statistics in found.items():
-            statistics.update(head_scores(outputs.logits, outputs.sccp_logits, head, kind), batch["labels"])
+        for kind in kinds:
+            for head, scores in all_scores(outputs.logits, outputs.sccp_logits, kind).items():
+                found[kind, head].update(scores, batch["labels"])
     return found
 
 
@@ -510,7 +511,7 @@ def train_run(comparison: Comparison, run: Run) -> Results:
                 # a model is reported at its own K, and to see what another K would have lost, at the others
                 found = _report_weights(trainer, data["test"], comparison.k)
                 kept.append({"k": ks, "step": step, "epoch": best.best[ks[0]][2], **found})
-        except Divergence as divergence:
+        except NotFinite as divergence:
             error = str(divergence)
         versions = {name: version(name) for name in ("torch", "timm", "transformers", "datasets")}
         return {

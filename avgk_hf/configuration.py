@@ -14,7 +14,7 @@ from huggingface_hub.dataclasses import strict
 from huggingface_hub.errors import StrictDataclassError
 from transformers import PreTrainedConfig
 
-from .sets import HEADS, SCORES, check_k, is_number, k_key, stored_head, stored_threshold
+from .sets import HEADS, SCORES, check_k, check_thresholds, is_number, k_key, stored_head, stored_threshold
 
 INSTALLED = __name__.startswith("avgk_hf.")  # False where this file was loaded as remote code
 AUTO_MAP = {
@@ -114,32 +114,15 @@ class AvgKConfig(PreTrainedConfig):
             raise ValueError(f"config.train_counts has {len(self.train_counts)} values for {self.num_labels} classes.")
         if any(isinstance(count, bool) or count < 0 for count in self.train_counts or ()):
             raise ValueError(f"config.train_counts={self.train_counts!r} must hold whole numbers >= 0.")
-        self._check_thresholds("thresholds", self.thresholds)
+        check_thresholds(self.thresholds, self.num_labels, self.score)
         for head, thresholds in self.head_thresholds.items():
             if head not in HEADS:
                 raise ValueError(f"config.head_thresholds has the key {head!r}; choose among {list(HEADS)}.")
-            self._check_thresholds(f"head_thresholds[{head!r}]", thresholds)
+            check_thresholds(thresholds, self.num_labels, self.score, f"head_thresholds[{head!r}]")
         if self.head == "auto":
             for key in self.thresholds:
                 if self.heads.get(key) not in HEADS:
                     raise ValueError(f"config.heads[{key!r}]={self.heads.get(key)!r}; choose among {list(HEADS)}.")
-
-    def _check_thresholds(self, field_name: str, thresholds: dict[str, float]) -> None:
-        for key, lambda_val in thresholds.items():
-            try:
-                check_k(float(key), self.num_labels)
-            except ValueError as error:
-                raise ValueError(f"config.{field_name} has the key {key!r}: {error}") from None
-            if not is_number(lambda_val) or math.isinf(lambda_val):
-                reason = "is not a finite number"
-            elif self.score != "logit" and not 0 <= lambda_val <= 1:
-                reason = f"is no probability, and score={self.score!r} gives probabilities"
-            else:
-                continue
-            raise ValueError(
-                f"config.{field_name}[{key!r}]={lambda_val!r} {reason}. Calibrate the model again with `avgk calibrate"
-                " MODEL DATASET`."
-            )
 
     @classmethod
     def from_dict(cls, config_dict: dict[str, Any], **kwargs: Any) -> "AvgKConfig":

@@ -71,7 +71,7 @@ def demo(folder: str | Path = "runs/demo", overrides: list[str] | None = None) -
         title=f"Set sizes on test, K = {k_key(model.config.k)}",
     )
     text = table(results)
-    (folder / "table.md").write_text(text + "\n")
+    (folder / "table.md").write_text(text + "\n", encoding="utf-8")
     (folder / "results.json").write_text(json.dumps(results, indent=2) + "\n")
     print(f"\n{text}\n\n(accuracies in percent, on test; shot columns are means over classes)\n")
     for what, path in {

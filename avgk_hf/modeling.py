@@ -499,7 +499,8 @@ def check_safetensors(path: Path) -> None:
 def replacing(folder: str | os.PathLike) -> Iterator[Path]:
     """Give a new folder to write to, whose files replace those of `folder` when all of them are written.
 
-    A process that is killed, or runs out of space, while it writes leaves `folder` as it was.
+    A process that is killed, or runs out of space, while it writes leaves `folder` as it was. Killed in the moment of
+    replacing, it leaves it without config.json, and such a folder is refused.
     """
     folder = Path(folder)
     new = folder / UNFINISHED

@@ -79,7 +79,10 @@ class AverageKImageClassificationPipeline(Pipeline):
     def preprocess(self, image: Any, timeout: float | None = None) -> dict[str, torch.Tensor]:
         """One image as the model takes it."""
         if not isinstance(image, (np.ndarray, torch.Tensor)):
-            image = open_image(_fetch(image, timeout) if isinstance(image, str) else image)
+            channels = (getattr(self.model.config, "pretrained_cfg", None) or {}).get("input_size", [3])[0]
+            image = open_image(
+                _fetch(image, timeout) if isinstance(image, str) else image, "L" if channels == 1 else "RGB"
+            )
         return self.image_processor(images=image, return_tensors="pt").to(self.dtype)
 
     def _forward(self, model_inputs: dict[str, torch.Tensor]) -> Any:

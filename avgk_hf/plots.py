@@ -225,8 +225,9 @@ def sweep_curve(points: Sequence[dict[str, Any]], name: str, path: str | Path) -
     """
     plt = _pyplot()
     figure, axis = plt.subplots(figsize=(5.5, 3.5))
+    numbers = all(isinstance(p["value"], (int, float)) and not isinstance(p["value"], bool) for p in points)
+    points = sorted(points, key=lambda point: point["value"]) if numbers else points
     values = [point["value"] for point in points]
-    numbers = all(isinstance(value, (int, float)) and not isinstance(value, bool) for value in values)
     places = values if numbers else range(len(values))
     axis.errorbar(
         places,

@@ -56,12 +56,15 @@ def find_runs(folders: Sequence[str | Path]) -> list[Path]:
 def report(folders: Sequence[str | Path]) -> list[dict[str, Any]]:
     """Runs that differ in nothing but the seed, together: mean and interval of every metric on every split.
 
+    What counts is what results.json records: the data and model blocks of the recipe, and those training arguments
+    that the weights depend on.
+
     Args:
         folders: Folders of finished runs, or folders that hold such folders.
 
     Returns:
-        One entry for each group, with `name`, `runs`, `seeds`, `hyperparameters` and `metrics` {split: {metric: mean,
-        half_width, n}}.
+        For each group `name`, `runs`, `seeds`, `data`, `hyperparameters`, `recipe` and `metrics`, {split: {metric:
+        mean, half_width, n}}.
     """
     groups: dict[str, list[tuple[Path, dict[str, Any]]]] = {}
     for run in find_runs(folders):
@@ -70,7 +73,8 @@ def report(folders: Sequence[str | Path]) -> list[dict[str, Any]]:
             if name not in results:
                 raise ValueError(f"{run / RESULTS} has no field {name!r}; write it anew with `avgk train`.")
         same = {name: value for name, value in results["hyperparameters"].items() if name != "seed"}
-        key = json.dumps([results.get("data"), results["objective"], results["k"], same], sort_keys=True)
+        blocks = [results.get("data"), results.get("recipe"), results["objective"], results["k"], same]
+        key = json.dumps(blocks, sort_keys=True)
         groups.setdefault(key, []).append((run, results))
     reported = []
     for members in groups.values():
@@ -94,7 +98,9 @@ def report(folders: Sequence[str | Path]) -> list[dict[str, Any]]:
                 "name": f"{first['objective']}, K = {first['k']}",
                 "runs": [str(run) for run, _ in members],
                 "seeds": sorted(by_seed),
+                "data": first.get("data") or {},
                 "hyperparameters": shared,
+                "recipe": first.get("recipe"),
                 "metrics": metrics,
             }
         )
@@ -104,9 +110,9 @@ def report(folders: Sequence[str | Path]) -> list[dict[str, Any]]:
 
 def _name_apart(groups: list[dict[str, Any]]) -> None:
     """Add to the names what distinguishes the groups."""
-    keys = dict.fromkeys(key for group in groups for key in group["hyperparameters"])
-    for key in keys:
-        values = [group["hyperparameters"].get(key) for group in groups]
+    blocks = [{**group["data"], **(group["recipe"] or group["hyperparameters"])} for group in groups]
+    for key in dict.fromkeys(key for block in blocks for key in block):
+        values = [block.get(key) for block in blocks]
         if key not in ("objective", "k") and any(value != values[0] for value in values):
             for group, value in zip(groups, values, strict=True):
                 if value is not None:
@@ -135,8 +141,11 @@ def markdown(groups: list[dict[str, Any]]) -> str:
         lines += [f"## {split.capitalize()}", "", f"| | seeds | {' | '.join(COLUMNS[name] for name in names)} |"]
         lines.append("|---" * (2 + len(names)) + "|")
         for group, metrics in rows:
-            cells = [as_text(metrics[name], name != "mean_set_size") if name in metrics else "–" for name in names]
-            lines.append(f"| {group['name']} | {len(group['seeds'])} | {' | '.join(cells)} |")
+            for at in dict.fromkeys(name.partition("@")[2] for name in metrics):  # "" is the K of the training
+                found = [(name, metrics.get(f"{name}@{at}" if at else name)) for name in names]
+                cells = [as_text(value, name != "mean_set_size") if value else "–" for name, value in found]
+                name = f"{group['name']}, sets for K = {at}" if at else group["name"]
+                lines.append(f"| {name} | {len(group['seeds'])} | {' | '.join(cells)} |")
         lines.append("")
     lines.append("Mean ± half width of the 95% confidence interval over seeds (Student's t); accuracies in percent.")
     return "\n".join(lines) + "\n"
@@ -147,6 +156,6 @@ def write_report(folders: Sequence[str | Path], out: str | Path) -> str:
     groups = report(folders)
     text = markdown(groups)
     Path(out).mkdir(parents=True, exist_ok=True)
-    (Path(out) / "report.md").write_text(text)
-    (Path(out) / "report.json").write_text(json.dumps(groups, indent=2, ensure_ascii=False) + "\n")
+    (Path(out) / "report.md").write_text(text, encoding="utf-8")
+    (Path(out) / "report.json").write_text(json.dumps(groups, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
     return text

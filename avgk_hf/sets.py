@@ -82,7 +82,7 @@ def _score_matrix(scores: Any) -> Tensor:
     return scores
 
 
-def score(logits: Tensor, kind: str = "softmax") -> Tensor:
+def score(logits: Tensor, kind: str = "softmax", first: int = 0) -> Tensor:
     """Turn logits (n, L) into the float32 scores (n, L) that are thresholded.
 
     Half-precision logits are widened *before* the softmax: probabilities rounded to bfloat16 tie so often that the
@@ -91,10 +91,11 @@ def score(logits: Tensor, kind: str = "softmax") -> Tensor:
     Args:
         logits: Output of one head, (n, L).
         kind: `"softmax"`, `"sigmoid"` or `"logit"`.
+        first: Number of the first image, for messages.
     """
     if kind not in SCORES:
         raise ValueError(f"score={kind!r} is unknown; choose one of {list(SCORES)}.")
-    check_finite(logits)
+    check_finite(logits, first)
     return SCORES[kind](logits.float())
 
 
@@ -112,8 +113,24 @@ def head_scores(logits: Tensor, sccp_logits: Tensor | None, head: str = "ml", ki
     if head != "ml" and sccp_logits is None:
         raise ValueError(f"head={head!r} needs the SCCP head, and this model has none: use `head='ml'`.")
     if head == "mean":
-        return (score(logits, kind) + score(sccp_logits, kind)) / 2
+        return all_scores(logits, sccp_logits, kind)["mean"]
     return score(logits if head == "ml" else sccp_logits, kind)
+
+
+def all_scores(logits: Tensor, sccp_logits: Tensor | None, kind: str = "softmax", first: int = 0) -> dict[str, Tensor]:
+    """The scores (n, L) of every head that the model has, and the mean of both.
+
+    Args:
+        logits: Output of the ML head, (n, L).
+        sccp_logits: Output of the SCCP head, (n, L), or None where the model has none.
+        kind: As in `score`.
+        first: As in `score`.
+    """
+    scores = {"ml": score(logits, kind, first)}
+    if sccp_logits is not None:
+        scores["sccp"] = score(sccp_logits, kind, first)
+        scores["mean"] = (scores["ml"] + scores["sccp"]) / 2
+    return scores
 
 
 def k_key(k: float) -> str:
@@ -574,6 +591,40 @@ def class_means(
     return means
 
 
+def check_thresholds(thresholds: Any, num_labels: int, kind: str, field: str = "thresholds") -> None:
+    """Refuse thresholds {K as text: lambda_val} of a config that were edited or damaged, with the field's name.
+
+    Args:
+        thresholds: What the config holds.
+        num_labels: L.
+        kind: The scores they are compared with, as in `score`.
+        field: Name of the config's field.
+
+    Example:
+        >>> check_thresholds({"2": -0.5}, num_labels=10, kind="softmax")  # doctest: +ELLIPSIS
+        Traceback (most recent call last):
+        ...
+        ValueError: config.thresholds['2']=-0.5 is no probability, and score='softmax' gives probabilities. ...
+    """
+    if not isinstance(thresholds, Mapping):
+        raise ValueError(f"config.{field}={thresholds!r} must map K to lambda_val, e.g. `{{'2': 0.1}}`.")
+    for key, lambda_val in thresholds.items():
+        try:
+            check_k(float(key), num_labels)
+        except ValueError as error:
+            raise ValueError(f"config.{field} has the key {key!r}: {error}") from None
+        if not is_number(lambda_val) or math.isinf(lambda_val):
+            reason = "is not a finite number"
+        elif kind != "logit" and not 0 <= lambda_val <= 1:
+            reason = f"is no probability, and score={kind!r} gives probabilities"
+        else:
+            continue
+        raise ValueError(
+            f"config.{field}[{key!r}]={lambda_val!r} {reason}. Take the field out of config.json and calibrate again:"
+            " `avgk calibrate MODEL DATASET`."
+        )
+
+
 def stored_threshold(config: Any, k: float | None = None) -> float:
     """lambda_val of `k` (default: the config's own `k`) that a calibration wrote to a model's config.
 
@@ -585,6 +636,7 @@ def stored_threshold(config: Any, k: float | None = None) -> float:
             "this model has no thresholds, so it cannot predict sets: calibrate it on validation images with"
             " `trainer.evaluate()`, or with `avgk calibrate MODEL DATASET`."
         )
+    check_thresholds(thresholds, config.num_labels, getattr(config, "score", "softmax"))  # only ours does by itself
     k = check_k(_own_k(config) if k is None else k, config.num_labels)
     if k_key(k) not in thresholds:
         raise ValueError(

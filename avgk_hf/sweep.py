@@ -9,13 +9,13 @@ is then evaluated on test, once per seed.
 import hashlib
 import itertools
 import json
+import logging
 import os
 import shutil
 from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any
 
-import yaml
 from filelock import FileLock
 from transformers import set_seed
 
@@ -32,11 +32,12 @@ from .train import (
     read_recipe,
     run_seeds,
 )
-from .trainer import AvgKTrainer
+from .trainer import AvgKTrainer, NotFinite
 from .training_args import AvgKTrainingArguments
 
 METRIC = "eval_average_k_accuracy"
 BACKENDS = ("optuna", "ray")
+OWN = ("seed", "seeds", "output_dir")  # what a sweep sets itself
 
 
 @dataclass
@@ -62,19 +63,22 @@ class Sweep:
     overrides: list[str] = field(default_factory=list)
 
     def __post_init__(self) -> None:
+        if not isinstance(self.output_dir, str | Path | None):
+            raise ValueError(f"output_dir={self.output_dir!r} must be the name of a folder.")
+        for text in self.overrides:
+            if text.partition("=")[0].removeprefix("--").replace("-", "_") in OWN:
+                raise ValueError(f"{text}: a sweep has the seeds 0, 1, ... (`--seeds`) and its own folder (`--out`).")
         if not isinstance(self.search, dict) or not self.search:
             raise ValueError("nothing to search: name a field and its values, e.g. `--search alpha=0.1,1,10`.")
         model, training = ({f.name for f in fields(block)} for block in (ModelArguments, AvgKTrainingArguments))
         for name, values in self.search.items():
-            if name not in model & set(HYPERPARAMETERS) and (name not in training or name == "seed"):
+            if name not in model & set(HYPERPARAMETERS) and (name not in training or name in OWN):
                 known = sorted({*HYPERPARAMETERS, "learning_rate", "num_train_epochs", "per_device_train_batch_size"})
                 raise ValueError(f"search: {name!r} cannot be searched; choose among {', '.join(known)} and the like.")
-            if (
-                not isinstance(values, list)
-                or len({json.dumps(value) for value in values}) != len(values)
-                or not values
-            ):
+            values = [_plain(value) for value in values] if isinstance(values, list) else values
+            if not isinstance(values, list) or not values or any(values.count(value) > 1 for value in values):
                 raise ValueError(f"search: {name}={values!r} must be a list of different values.")
+            self.search = {**self.search, name: values}
         if not isinstance(self.seeds, int) or self.seeds < 1:
             raise ValueError(f"seeds={self.seeds!r} must be a whole number, at least 1.")
         if self.backend not in BACKENDS:
@@ -111,10 +115,10 @@ def read_sweep(path: str, **given: Any) -> Sweep:
         unknown = [name for name in content if name not in known]
         if unknown:
             raise ValueError(f"unknown field {unknown[0]!r} in {path}; a sweep has {', '.join(sorted(known))}.")
-        content = {**content, "recipe": str(Path(path).parent / content["recipe"])}
+        content = {"search": {}, **content, "recipe": str(Path(path).parent / str(content["recipe"]))}
     else:
         content = {"recipe": path, "search": {}}
-    return Sweep(**{**content, **{name: value for name, value in given.items() if value}})
+    return Sweep(**{**content, **{name: value for name, value in given.items() if value is not None}})
 
 
 def parse_search(texts: list[str]) -> dict[str, list[Any]]:
@@ -128,8 +132,22 @@ def parse_search(texts: list[str]) -> dict[str, list[Any]]:
         name, equals, values = text.partition("=")
         if not equals or not values:
             raise ValueError(f"--search {text}: write the field and its values, e.g. `--search alpha=0.1,1,10`.")
-        search[name.replace("-", "_")] = [yaml.safe_load(value) for value in values.split(",")]
+        search[name.replace("-", "_")] = [_plain(value) for value in values.split(",")]
     return search
+
+
+def _plain(value: Any) -> Any:
+    """Text as the number or truth value that it writes; YAML's own rules take 1e-3 for text."""
+    if not isinstance(value, str):
+        return value
+    if value.lower() in ("true", "false"):
+        return value.lower() == "true"
+    for kind in (int, float):
+        try:
+            return kind(value)
+        except ValueError:
+            continue
+    return value
 
 
 def run_sweep(sweep: Sweep) -> dict[str, Any]:
@@ -140,37 +158,51 @@ def run_sweep(sweep: Sweep) -> dict[str, Any]:
     """
     if os.environ.get("WORLD_SIZE", "1") != "1":
         raise ValueError("a sweep is shared by starting `avgk sweep` several times, not by several processes of one.")
+    for values in sweep.combinations():  # a value that is refused is refused now, and not after hours
+        parse_recipe([sweep.recipe, *sweep.overrides, *_flags(values)])
     folder = Path(sweep.output_dir)
     folder.mkdir(parents=True, exist_ok=True)
+    try:
+        return _run(sweep, folder)
+    except KeyboardInterrupt as stop:
+        raise type(stop)(f"stopped; finished trainings are kept in {folder}, and the same command goes on.") from None
+
+
+def _run(sweep: Sweep, folder: Path) -> dict[str, Any]:
     trials = {"optuna": _search_optuna, "ray": _search_ray}[sweep.backend](sweep, folder)
     rows = summarise(sweep, trials)
-    missing = [row["values"] for row in rows if row["n"] < sweep.seeds]
+    missing = [row["values"] for row in rows if row["n"] + row["diverged"] < sweep.seeds]
     if missing:  # another worker is still at it
         print(f"{len(missing)} of {len(rows)} combinations are still being trained elsewhere; run the command again.")
         return {"search": sweep.search, "summary": rows}
-    best = max(rows, key=lambda row: row["mean"])["values"]
+    whole = [row for row in rows if not row["diverged"]]
+    if not whole:
+        raise ValueError("a training of every combination diverged, so there is no winner: search smaller values.")
+    best = max(whole, key=lambda row: row["mean"])["values"]
     values = [f"{name}-{value}" for name, value in best.items()]
     winner = folder / "-".join(["winner", *values, sweep.digest])
     overrides = [*_flags({**best, **_scaled(sweep, best)}), "--output_dir", str(winner), "--seed", "0"]
+    overrides += ["--resume_from_checkpoint", "last"]
     with FileLock(folder / "winner.lock"):  # of several workers one trains it, and the others find it finished
         text = run_seeds([sweep.recipe, *sweep.overrides, *overrides, "--seeds", str(sweep.seeds)], keep=True)
     found = {"recipe": sweep.recipe, "search": sweep.search, "seeds": sweep.seeds, "summary": rows, "winner": best}
     found["runs"] = str(winner)
     (folder / "sweep.json").write_text(json.dumps({**found, "trials": trials}, indent=2) + "\n")
-    (folder / "sweep.md").write_text(markdown(rows, best) + "\n" + text)
+    (folder / "sweep.md").write_text(markdown(rows, best) + "\n" + text, encoding="utf-8")
     for name in sweep.search:
         sweep_curve(_along(rows, name, best), name, folder / f"{name}.png")
     return found
 
 
 def summarise(sweep: Sweep, trials: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """For each combination the mean validation accuracy over seeds, and its interval."""
+    """For each combination the mean validation accuracy over seeds, its interval, and how many trainings diverged."""
     rows = []
     for values in sweep.combinations():
         # a seed that was trained twice, by two workers at once, counts once
         of_seed = {trial["seed"]: trial["value"] for trial in trials if trial["values"] == values}
-        found = interval(list(of_seed.values())) if of_seed else {"mean": None, "half_width": None, "n": 0}
-        rows.append({"values": values, **found})
+        kept = [value for value in of_seed.values() if value is not None]
+        found = interval(kept) if kept else {"mean": None, "half_width": None, "n": 0}
+        rows.append({"values": values, **found, "diverged": len(of_seed) - len(kept)})
     return rows
 
 
@@ -181,17 +213,18 @@ def markdown(rows: list[dict[str, Any]], best: dict[str, Any]) -> str:
     for row in rows:
         mark = "**" if row["values"] == best else ""
         cells = [f"{mark}{row['values'][name]}{mark}" for name in names]
-        lines.append(f"| {' | '.join(cells)} | {mark}{as_text(row, percent=True)}{mark} | {row['n']} |")
+        text = f"{row['diverged']} diverged" if row["diverged"] else as_text(row, percent=True)
+        lines.append(f"| {' | '.join(cells)} | {mark}{text}{mark} | {row['n']} |")
     return "\n".join(lines) + "\n"
 
 
 def _along(rows: list[dict[str, Any]], name: str, best: dict[str, Any]) -> list[dict[str, Any]]:
-    """The rows that differ from the winner in nothing but one field."""
+    """The rows that differ from the winner in nothing but one field, without those that diverged."""
     others = [other for other in best if other != name]
     return [
         {"value": row["values"][name], **{key: row[key] for key in ("mean", "half_width")}}
         for row in rows
-        if all(row["values"][other] == best[other] for other in others)
+        if not row["diverged"] and all(row["values"][other] == best[other] for other in others)
     ]
 
 
@@ -205,7 +238,8 @@ def _scaled(sweep: Sweep, values: dict[str, Any]) -> dict[str, float]:
     if not sweep.scale_learning_rate or batch not in values:
         return {}
     _, _, args = parse_recipe([sweep.recipe, *sweep.overrides])
-    return {"learning_rate": args.learning_rate * values[batch] / args.per_device_train_batch_size}
+    rate = values.get("learning_rate", args.learning_rate)
+    return {"learning_rate": rate * values[batch] / args.per_device_train_batch_size}
 
 
 def _trainer(sweep: Sweep, folder: Path) -> AvgKTrainer:
@@ -247,30 +281,49 @@ def _best_so_far(trainer: Any) -> Any:
     return objective
 
 
+def _is_no_warning(record: logging.LogRecord) -> bool:
+    return record.levelno < logging.WARNING
+
+
 def _search_optuna(sweep: Sweep, folder: Path) -> list[dict[str, Any]]:
     try:
         import optuna
         from optuna.trial import TrialState
     except ImportError as error:
         raise ImportError("a sweep needs optuna: `pip install 'avgk_hf[sweep]'`.") from error
+    # a trial that fails ends the sweep with a message of one line; optuna would put a traceback before it
+    logging.getLogger("optuna.study._optimize").addFilter(_is_no_warning)
     grid = sweep.grid
     # what a study searches is fixed when it is made: another search is another study
     name = json.dumps({"recipe": sweep.digest, "grid": grid})
     place = {"storage": f"sqlite:///{folder / 'study.db'}", "study_name": name}
     sampler = optuna.samplers.GridSampler(grid, seed=0)
     study = optuna.create_study(**place, sampler=sampler, direction="maximize", load_if_exists=True)
-    finished = study.get_trials(deepcopy=False, states=[TrialState.COMPLETE])
+    ended = [TrialState.COMPLETE, TrialState.PRUNED]  # pruned: the training diverged
+    finished = study.get_trials(deepcopy=False, states=ended)
     queued = study.get_trials(deepcopy=False, states=[TrialState.WAITING, TrialState.RUNNING])
     known = [trial.system_attrs.get("fixed_params", trial.params) for trial in (*finished, *queued)]
     for trial in study.get_trials(deepcopy=False, states=[TrialState.FAIL]):  # interrupted: the sampler counts it
         if trial.params.keys() == grid.keys() and trial.params not in known:
-            study.enqueue_trial(trial.params)
+            # as `enqueue_trial`, which would leave out the place in the grid that the sampler asks for
+            attributes = {**trial.system_attrs, "fixed_params": trial.params}
+            study.add_trial(optuna.create_trial(state=TrialState.WAITING, system_attrs=attributes))
             known.append(trial.params)
     done = {json.dumps(trial.params, sort_keys=True) for trial in finished}
     total = len(sweep.combinations()) * sweep.seeds
     print(f"{total} trainings, {len(done)} of them finished; study in {folder / 'study.db'}")
     if len(done) < total:
         trainer = _trainer(sweep, folder)
+        train = trainer.train
+
+        def attempt(*args: Any, **kwargs: Any) -> Any:
+            """A training that diverges ends its trial, not the sweep."""
+            try:
+                return train(*args, **kwargs)
+            except NotFinite as error:
+                raise optuna.TrialPruned(str(error)) from error
+
+        trainer.train = attempt
 
         def space(trial: Any) -> dict[str, Any]:
             """What of a trial the training arguments take."""
@@ -278,18 +331,22 @@ def _search_optuna(sweep: Sweep, folder: Path) -> list[dict[str, Any]]:
             own = {name: value for name, value in values.items() if name not in HYPERPARAMETERS}
             return {**own, **_scaled(sweep, values)}
 
-        trainer.hyperparameter_search(
-            space, _best_so_far(trainer), n_trials=total, direction="maximize", backend="optuna", sampler=sampler,
-            load_if_exists=True, **place,
-        )  # fmt: skip
+        try:
+            trainer.hyperparameter_search(
+                space, _best_so_far(trainer), n_trials=total, direction="maximize", backend="optuna", sampler=sampler,
+                load_if_exists=True, **place,
+            )  # fmt: skip
+        except ValueError:  # also where it looks for the best trial, and all have diverged
+            if {trial.state for trial in study.get_trials(deepcopy=False)} != {TrialState.PRUNED}:
+                raise
         shutil.rmtree(folder / "trials", ignore_errors=True)
     return [
         {
             "values": {key: trial.params[key] for key in sweep.search},
             "seed": trial.params["seed"],
-            "value": trial.value,
+            "value": trial.value if trial.state == TrialState.COMPLETE else None,
         }
-        for trial in study.get_trials(deepcopy=False, states=[TrialState.COMPLETE])
+        for trial in study.get_trials(deepcopy=False, states=ended)
     ]
 
 

@@ -9,6 +9,7 @@ import difflib
 import json
 import math
 import os
+import re
 import shlex
 import sys
 from collections.abc import Callable
@@ -156,6 +157,11 @@ METRICS = ("loss", "average_k_accuracy", *(f"average_k_accuracy_{head}" for head
 METRICS += ("mean_set_size", "empty_sets", "top1_accuracy", "topk_accuracy", "macro_accuracy")
 METRICS += tuple(f"{name}_shot_accuracy" for name in SHOTS)
 HYPERPARAMETERS = ("alpha", "beta", "epsilon", "role_lambda", "theta_lr", "candidate_scope", "score", "head")
+# the training arguments that the weights depend on, besides the seed
+TRAINED = ("num_train_epochs", "max_steps", "per_device_train_batch_size", "gradient_accumulation_steps", "world_size")
+TRAINED += ("optim", "optim_args", "learning_rate", "lr_scheduler_type", "lr_milestones", "lr_gamma", "warmup_steps")
+TRAINED += ("weight_decay", "decay_all", "max_grad_norm", "bf16", "fp16", "early_stopping_patience")
+TRAINED += ("metric_for_best_model",)
 Arguments = tuple[ModelArguments, DataArguments, AvgKTrainingArguments]
 
 
@@ -229,7 +235,8 @@ def _check_value(name: str, value: Any, path: Path) -> None:
     remedy = f"write `{name}: VALUE` in {path}"
     if isinstance(value, str) and not value.isprintable():
         raise ValueError(f"{name}={value!r} holds control characters; {remedy}.")
-    if name in own and name != "model_args" and isinstance(value, (list, dict)):
+    several = {item.name for item in fields(AvgKTrainingArguments) if re.search("list|dict", str(item.type))}
+    if name not in several | {"model_args"} and isinstance(value, (list, dict)):
         raise ValueError(f"{name}={value!r} is a {type(value).__name__}, but takes one value; {remedy}.")
     if name in own and own[name].type in (str, str | None) and name != "model_args" and isinstance(value, bool):
         raise ValueError(f"{name}={value!r} must be text, not a truth value; {remedy}, with quotes if it is a name.")
@@ -399,6 +406,7 @@ def run(
         "k": model.config.k,
         "seed": args.seed,
         "hyperparameters": hyperparameters(model.config, args),
+        "recipe": {**asdict(model_args), **{name: getattr(args, name) for name in TRAINED}},
         "versions": {"avgk_hf": __version__, **{name: version(name) for name in ("torch", "timm", "transformers")}},
         "validation": plain_metrics(trainer.evaluate(), "eval_"),
     }
@@ -413,12 +421,19 @@ def run(
     trainer.save_state()
     if trainer.is_world_process_zero():
         folder = Path(args.output_dir)
-        if "set_sizes" in results and find_spec("matplotlib"):
-            sizes = {model_args.objective: results["set_sizes"]["all"]}
-            set_size_histogram(sizes, folder / "set_sizes.png", f"Set sizes on test, K = {k_key(model.config.k)}")
-        (folder / f"{RESULTS}.new").write_text(json.dumps(results, indent=2, ensure_ascii=False) + "\n")
-        os.replace(folder / f"{RESULTS}.new", folder / RESULTS)
-        trainer.create_model_card()
+        try:
+            if "set_sizes" in results and find_spec("matplotlib"):
+                sizes = {model_args.objective: results["set_sizes"]["all"]}
+                set_size_histogram(sizes, folder / "set_sizes.png", f"Set sizes on test, K = {k_key(model.config.k)}")
+            text = json.dumps(results, indent=2, ensure_ascii=False) + "\n"
+            (folder / f"{RESULTS}.new").write_text(text, encoding="utf-8")
+            os.replace(folder / f"{RESULTS}.new", folder / RESULTS)
+            trainer.create_model_card()
+        except OSError as error:
+            raise OSError(
+                f"the results could not be written to {folder} ({error.strerror}), the model was. Free some space."
+                f" {where_to_go_on(folder)}"
+            ) from error
     return results
 
 
@@ -509,8 +524,14 @@ def main(arguments: list[str] | None = None) -> None:
             text = summary(run(model_args, data_args, args), args.output_dir)
     except KeyboardInterrupt as stop:
         resume = [] if again else ["--resume_from_checkpoint", "last"]
-        command = shlex.join(["avgk", "train", *arguments, *resume])
-        raise type(stop)(f"training was stopped. {where_to_go_on(args.output_dir, f'`{command}`')}") from None
+        command = f"`{shlex.join(['avgk', 'train', *arguments, *resume])}`"
+        if args.world_size > 1:  # whatever started the processes
+            command = "the same command" if again else f"the same command and `{shlex.join(resume)}`"
+        if args.seeds > 1:
+            place = f"Finished seeds and checkpoints are in {args.output_dir}; go on with {command}."
+        else:
+            place = where_to_go_on(args.output_dir, command)
+        raise type(stop)(f"training was stopped. {place}") from None
     if args.process_index == 0:
         print(text)
 

@@ -47,15 +47,15 @@ from .runs import (
     last_checkpoint,
     where_to_go_on,
 )
-from .sets import HEADS, SetStatistics, check_finite, check_k, head_scores, k_key, predict_sets, ranked_sets
+from .sets import HEADS, SetStatistics, all_scores, check_k, k_key, predict_sets, ranked_sets
 from .training_args import AvgKTrainingArguments
 
 logger = logging.get_logger(__name__)
 LARGE_STATE = 2 * 2**30
 
 
-class Divergence(ValueError):
-    """Loss, weights or logits are not finite any more: the hyperparameters are at fault, not the data."""
+class NotFinite(ValueError):
+    """A loss, weights or logits that are NaN or infinite: the training has diverged."""
 
 
 class AvgKTrainer(Trainer):
@@ -264,7 +264,7 @@ class AvgKTrainer(Trainer):
     def _refuse_divergence(self, what: str) -> None:
         args = self.args
         precision = "bf16" if args.bf16 else "fp16" if args.fp16 else "float32"
-        raise Divergence(
+        raise NotFinite(
             f"{what} in step {self.state.global_step + 1} of {self.state.max_steps}, so training was ended. Lower"
             f" learning_rate={args.learning_rate:g}"
             + ("" if precision == "float32" else f" or train without {precision}")
@@ -370,10 +370,10 @@ class AvgKTrainer(Trainer):
         first, stride = self._next, world_size() * self.args.eval_batch_size
         self._next += stride if world_size() > 1 else len(logits)
         config: AvgKConfig = self.model.config
-        for of_head in (logits, sccp_logits):
-            if of_head is not None:
-                self._check_logits(of_head, first)
-        scores = {head: head_scores(logits, sccp_logits, head, config.score) for head in self._statistics}
+        try:
+            scores = all_scores(logits, sccp_logits, config.score, first)
+        except ValueError as error:
+            raise NotFinite(f"batch {first // self.args.eval_batch_size} of the evaluation: {error}") from None
         if self._sets is not None:
             answer = scores[config.head_for()]
             self._sets.append((first, ranked_sets(answer, predict_sets(answer, config.threshold()))))
@@ -384,12 +384,6 @@ class AvgKTrainer(Trainer):
             statistics.update(scores[head], labels, first)
         self._loss_sum += loss.double() * len(labels)
         return None, None, None
-
-    def _check_logits(self, logits: Tensor, first: int) -> None:
-        try:
-            check_finite(logits, first)
-        except ValueError as error:
-            raise Divergence(f"batch {first // self.args.eval_batch_size} of the evaluation: {error}") from None
 
     def _merge(self) -> None:
         """Exchange what the processes collected, so that each has the whole."""
@@ -519,8 +513,7 @@ class AvgKTrainer(Trainer):
         super()._load_from_checkpoint(resume_from_checkpoint, model)
         self._load_calibration(resume_from_checkpoint)
         if self.criterion.state_dict():
-            state = load_file(Path(resume_from_checkpoint) / OBJECTIVE_STATE, device=str(self.args.device))
-            self.criterion.load_state_dict(state)
+            self.criterion.load_state_dict(load_file(Path(resume_from_checkpoint) / OBJECTIVE_STATE))
 
     def _save_optimizer_and_scheduler(self, output_dir: str) -> None:
         """As in `Trainer`, with the state of the objective beside the model, not in it."""
@@ -603,6 +596,8 @@ def _optimizer_states(args: AvgKTrainingArguments) -> int:
 
 def _state_memory(num_examples: int, num_labels: int, args: AvgKTrainingArguments) -> None:
     """Say what ROLE's label estimates will take, before they take it."""
+    if args.process_index > 0:
+        return
     states = _optimizer_states(args)
     size = OnlineLabelLoss.memory(num_examples, num_labels, states)
     logger.warning(

@@ -7,7 +7,17 @@ from dataclasses import dataclass, field
 import torch
 from transformers import TrainingArguments
 
-from .sets import check_k
+from .sets import check_k, is_number
+
+# what transformers takes as it comes, to fail in the middle: the least value, and whether it must be a whole number
+LEAST = {
+    **dict.fromkeys(("per_device_train_batch_size", "per_device_eval_batch_size"), (1, True)),
+    **dict.fromkeys(("gradient_accumulation_steps", "save_total_limit"), (1, True)),
+    **dict.fromkeys(("dataloader_num_workers", "seed", "data_seed"), (0, True)),
+    **dict.fromkeys(("num_train_epochs", "learning_rate", "weight_decay"), (0, False)),
+    **dict.fromkeys(("max_grad_norm", "warmup_steps"), (0, False)),
+}
+LARGEST_SEED = 2**32 - 1
 
 
 @dataclass
@@ -88,10 +98,14 @@ class AvgKTrainingArguments(TrainingArguments):
                 raise ValueError(f"{name}={getattr(self, name)!r} must be true or false.")
         if int(os.environ.get("WORLD_SIZE", "1")) > 1 and not torch.accelerator.is_available():
             self.use_cpu = True
+        self._check_ranges()
         super().__post_init__()
         epochs = self.lr_milestones
-        if epochs != sorted(set(epochs)) or not all(math.isfinite(epoch) and epoch > 0 for epoch in epochs):
-            raise ValueError(f"lr_milestones={self.lr_milestones} must be epochs in ascending order, e.g. 150 225.")
+        numbers = isinstance(epochs, (list, tuple)) and all(
+            is_number(epoch) and 0 < epoch < math.inf for epoch in epochs
+        )
+        if not numbers or list(epochs) != sorted(set(epochs)):
+            raise ValueError(f"lr_milestones={epochs!r} must be a list of epochs in ascending order, e.g. [150, 225].")
         if not math.isfinite(self.lr_gamma) or self.lr_gamma <= 0:
             raise ValueError(f"lr_gamma={self.lr_gamma} must be a number greater than 0, e.g. 0.1.")
         if self.lr_milestones and self.warmup_steps:
@@ -99,3 +113,22 @@ class AvgKTrainingArguments(TrainingArguments):
                 f"warmup_steps={self.warmup_steps} belongs to lr_scheduler_type, which lr_milestones replace: leave"
                 " one of them out."
             )
+
+    def _check_ranges(self) -> None:
+        for name, (least, whole) in LEAST.items():
+            value = getattr(self, name)
+            if value is None:
+                continue
+            if not is_number(value) or not least <= value < math.inf or (whole and value != int(value)):
+                kind = "whole number" if whole else "finite number"
+                raise ValueError(f"{name}={value!r} must be a {kind} of at least {least}.")
+        for name in ("save_steps", "eval_steps", "logging_steps"):
+            value = getattr(self, name)
+            if value is not None and (not is_number(value) or not 0 < value < math.inf):
+                raise ValueError(f"{name}={value!r} must be a number of steps, or a share of them in (0, 1).")
+        last = max(self.seed + self.seeds - 1, self.data_seed or 0)
+        if last > LARGEST_SEED:
+            raise ValueError(f"seed={last} is too large: seed and data_seed may be {LARGEST_SEED} at most.")
+        for part in self.optim_args.replace(" ", "").split(",") if isinstance(self.optim_args, str) else ():
+            if part.count("=") != 1:
+                raise ValueError(f"optim_args={self.optim_args!r} must be `name=value` pairs, e.g. momentum=0.9.")

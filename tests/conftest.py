@@ -1,6 +1,7 @@
 """Small real data and models shared by the tests; nothing here needs a network."""
 
 import os
+import signal
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("HF_DATASETS_OFFLINE", "1")
@@ -13,6 +14,8 @@ from transformers import ViTConfig, ViTForImageClassification, ViTImageProcessor
 
 from avgk_hf import AvgKForImageClassification, AvgKTrainer, AvgKTrainingArguments, load_splits, prepare
 
+# a shell ignores Ctrl-C for what it runs in the background, and so would every process that the tests start
+signal.signal(signal.SIGINT, signal.default_int_handler)
 torch.set_num_threads(1)  # the models are tiny, and threads only wait for each other
 
 CLASSES = ["ash", "beech", "cedar", "elm", "fir", "oak"]

@@ -751,6 +751,22 @@ BAD_RECIPE = {
     "lr_gamma": ["0", "-1", "many", ".nan", ".inf"],
     "validation_per_class": ["0", "-1", "1.5", "many", ".nan"],
     "remove_unused_columns": ["maybe", "3"],
+    **{
+        key: ["0", "-1", "1.5", "many", ".nan"]
+        for key in ("per_device_train_batch_size", "per_device_eval_batch_size", "gradient_accumulation_steps")
+    },
+    "save_total_limit": ["0", "-1", "1.5", "many", ".nan"],
+    "dataloader_num_workers": ["-1", "1.5", "many", ".nan"],
+    "seed": ["-1", "1.5", "many", ".nan", str(2**32), str(2**70)],
+    "data_seed": ["-1", "1.5", "many", ".nan", str(2**32), str(2**70)],
+    **{
+        key: ["-1", "many", ".nan", ".inf", "[1, 2]"]
+        for key in ("num_train_epochs", "learning_rate", "weight_decay", "max_grad_norm")
+    },
+    **{key: ["0", "-1", "many", ".nan", ".inf", "[1, 2]"] for key in ("save_steps", "eval_steps", "logging_steps")},
+    "warmup_steps": ["-1", "many", ".nan", "[1, 2]"],
+    "optim": ["adamm", "3"],
+    "optim_args": ["momentum", "momentum=0.9,nesterov", "a=b=c"],
 }
 
 

@@ -15,11 +15,11 @@ from pathlib import Path
 import pytest
 import torch
 from safetensors.torch import load_file
-from transformers import AutoModelForImageClassification, EarlyStoppingCallback, TrainerCallback
+from transformers import AutoModelForImageClassification, EarlyStoppingCallback, TrainerCallback, pipeline
 
 from avgk_hf import AvgKConfig, AvgKForImageClassification, AvgKTrainingArguments, prepare, runs
 from avgk_hf.cli import main
-from conftest import RECIPE
+from conftest import RECIPE, save_vit
 
 # imports once and runs every command it is given in a process of its own, which can be killed like any other
 DRIVER = """
@@ -366,6 +366,34 @@ def test_a_damaged_model_is_refused_by_file_and_field(damage, model_folder, imag
     assert all(part in str(refusal.value) for part in (model, *parts)) and "\n" not in str(refusal.value)
 
 
+@pytest.mark.parametrize(
+    "thresholds",
+    [{"2": float("nan")}, {"2": "high"}, {"2": -0.5}, {"2": 7}, {"2": None}, {"6": 0.1}, {"a": 0.1}, [0.1]],
+)
+def test_thresholds_of_another_class_of_model_are_refused_too(thresholds, image_folder, tmp_path, capsys):
+    """A classifier of transformers itself, whose config takes any value."""
+    save_vit(tmp_path)
+    edit(tmp_path, thresholds=thresholds)
+    image = str(image_folder / "test" / "oak" / "0.png")
+    for arguments in (["predict", str(tmp_path), image, "--k", "2"], ["evaluate", str(tmp_path), str(image_folder)]):
+        assert main(arguments) == 2
+        error = capsys.readouterr().err.strip().splitlines()[-1]
+        assert error.startswith(f"avgk {arguments[0]}: {tmp_path / 'config.json'}: config.thresholds"), error
+    with pytest.raises(ValueError, match=r"^config\.thresholds"):
+        pipeline("average-k-image-classification", model=str(tmp_path))
+
+
+def test_the_way_to_mend_thresholds_works(model_folder, image_folder, capsys):
+    edit(model_folder, thresholds={"2": -1})
+    assert main(["predict", str(model_folder), str(image_folder / "test" / "oak" / "0.png")]) == 2
+    assert "Take the field out of config.json and calibrate again: `avgk calibrate" in capsys.readouterr().err
+    config = json.loads((model_folder / "config.json").read_text())
+    del config["thresholds"]
+    (model_folder / "config.json").write_text(json.dumps(config))
+    assert main(["calibrate", str(model_folder), str(image_folder)]) == 0
+    assert AvgKConfig.from_pretrained(model_folder).thresholds
+
+
 def test_broken_results_are_refused_by_file_and_field(model_folder, tmp_path, capsys):
     whole = (model_folder / "results.json").read_text()
     for text, message in (
@@ -416,6 +444,21 @@ def test_a_write_that_fails_leaves_the_old_model(model_folder, image_folder, com
     assert not (model_folder / "model.safetensors").exists(), "old weights would be loaded instead of the new shards"
 
 
+def test_class_names_survive_any_locale(make_model, tmp_path, environment):
+    """A locale without UTF-8, as Windows has by default: what is written must be what is read."""
+    names = {0: "Eiche", 1: "дуб", 2: "chêne"}
+    make_model(num_labels=None, id2label=names).save_pretrained(tmp_path)
+    code = (
+        "import sys; from avgk_hf import AvgKForImageClassification; from avgk_hf.calibrate import write_thresholds\n"
+        "model = AvgKForImageClassification.from_pretrained(sys.argv[1])\n"
+        "model.config.set_calibration({2: 0.5}, {})\nwrite_thresholds(model, sys.argv[1])"
+    )
+    plain = {**environment, "LC_ALL": "C", "PYTHONUTF8": "0", "PYTHONCOERCECLOCALE": "0"}
+    subprocess.run([sys.executable, "-c", code, tmp_path], env=plain, check=True)
+    config = AvgKConfig.from_pretrained(tmp_path)
+    assert config.id2label == names and config.thresholds == {"2": 0.5}
+
+
 def test_a_checkpoint_that_cannot_be_written_leaves_the_last_one(recipe, tmp_path, command):
     fields = often(optim="adamw_torch", num_train_epochs=2, save_total_limit=2)
     assert command("train", recipe, *fields, "--output_dir", tmp_path / "whole")[0] == 0
@@ -435,6 +478,19 @@ def test_a_checkpoint_that_cannot_be_written_leaves_the_last_one(recipe, tmp_pat
     assert command("train", recipe, *fields)[0] == 0
     results = [json.loads((tmp_path / name / "results.json").read_text()) for name in ("whole", "run")]
     assert results[0] == results[1]
+
+
+def test_results_that_cannot_be_written_can_be_written_again(recipe, tmp_path, capsys):
+    run, fields = tmp_path / "run", ["--num_train_epochs", "1", "--resume_from_checkpoint", "last"]
+    (run / "results.json.new").mkdir(parents=True)
+    assert main(["train", str(recipe), *fields]) == 2
+    error = capsys.readouterr().err.strip().splitlines()[-1]
+    assert error.startswith(f"avgk train: the results could not be written to {run} (Is a directory), the model was.")
+    assert f"The last checkpoint is {run / 'checkpoint-5'}; go on with `--resume_from_checkpoint last`." in error
+    weights = (run / "model.safetensors").read_bytes()
+    (run / "results.json.new").rmdir()
+    assert main(["train", str(recipe), *fields]) == 0
+    assert (run / "results.json").is_file() and (run / "model.safetensors").read_bytes() == weights
 
 
 def test_an_output_folder_that_cannot_hold_the_run_is_found_first(recipe, make_trainer, tmp_path, capsys):
@@ -469,21 +525,27 @@ def test_the_size_of_a_checkpoint_is_foreseen(make_trainer, make_model, tmp_path
 
 def test_ctrl_c_says_how_to_go_on(recipe, tmp_path, environment):
     arguments = ["train", str(recipe), *often(num_train_epochs=5000, save_total_limit=2)[:-2]]
-    log = tmp_path / "run" / "train.log"
-    for number, expected in ((signal.SIGINT, 130), (signal.SIGTERM, 143)):
+    run = tmp_path / "run"
+    for number, expected, more in (
+        (signal.SIGINT, 130, []),
+        (signal.SIGTERM, 143, []),
+        (signal.SIGINT, 130, ["--seeds", "2"]),
+    ):
+        log = (run / "seed-1" if more else run) / "train.log"
         pipe = {"stdout": subprocess.DEVNULL, "stderr": subprocess.PIPE, "text": True, "env": environment}
-        with subprocess.Popen([sys.executable, "-m", "avgk_hf.cli", *arguments], **pipe) as process:
+        with subprocess.Popen([sys.executable, "-m", "avgk_hf.cli", *arguments, *more], **pipe) as process:
             while not (log.exists() and "saved checkpoint-6" in log.read_text()):
                 assert process.poll() is None, process.stderr.read()
                 time.sleep(0.05)
             process.send_signal(number)
             error = process.communicate()[1]
         assert process.returncode == expected and "Traceback" not in error
-        last = runs.last_checkpoint(tmp_path / "run")
-        resume = shlex.join(["avgk", *arguments, "--resume_from_checkpoint", "last"])
-        line = f"avgk train: training was stopped. The last checkpoint is {last}; go on with `{resume}`."
+        last = f"The last checkpoint is {runs.last_checkpoint(run)}"
+        where = f"Finished seeds and checkpoints are in {run}" if more else last
+        resume = shlex.join(["avgk", *arguments, *more, "--resume_from_checkpoint", "last"])
+        line = f"avgk train: training was stopped. {where}; go on with `{resume}`."
         assert error.strip().splitlines()[-1] == line
-        shutil.rmtree(tmp_path / "run")
+        shutil.rmtree(run)
 
 
 @pytest.mark.parametrize("name", ["demo", "calibrate", "evaluate"])

@@ -134,14 +134,17 @@ def test_grey_models_and_images(tmp_path):
     model = AvgKForImageClassification.from_timm(
         "test_resnet", num_labels=6, k=2, image_size=32, model_args={"in_chans": 1}
     )
-    image = Image.fromarray(np.random.default_rng(0).integers(0, 255, (32, 32), dtype=np.uint8))
-    scores = model.scores(ImageTransform(model.config).image(image)[None])
+    rng, transform = np.random.default_rng(0), ImageTransform(model.config)
+    image = Image.fromarray(rng.integers(0, 255, (32, 32), dtype=np.uint8))
+    scores = model.scores(transform.image(image)[None])
     model.config.set_calibration({2: 0.0}, {})
     model.save_pretrained(tmp_path)
     for task, options in (("image-classification", {"top_k": 6}), (TASK, {})):
         answer = pipeline(task, model=str(tmp_path))(image, **options)
         found = [item["score"] for item in answer]
         assert found == pytest.approx(scores[0].sort(descending=True).values.tolist(), abs=1e-5)
+    image, sets = Image.fromarray(rng.integers(0, 255, (40, 50, 3), dtype=np.uint8)), pipeline(TASK, str(tmp_path))
+    assert torch.equal(sets.preprocess(image)["pixel_values"][0], transform.image(image)), "not as in training"
 
 
 WITHOUT_PACKAGE = """

@@ -13,7 +13,7 @@ from hub_server import HubServer
 from safetensors.torch import load_file
 from two_processes import BATCH, CLASSES, OBJECTIVES, SIZES, everything
 
-from avgk_hf import AverageKThreshold, AvgKForImageClassification
+from avgk_hf import AverageKThreshold, AvgKConfig, AvgKForImageClassification
 from avgk_hf.calibrate import evaluate
 
 ROOT = Path(__file__).parent.parent
@@ -112,6 +112,16 @@ def test_a_model_trained_by_two_processes_is_calibrated_for_one(found):
     }
     evaluate(model, splits["validation"], [1.5, 2], calibrate=True, batch_size=4)
     assert model.config.thresholds == stored
+
+
+def test_two_processes_go_on_where_they_stopped(found):
+    """ROLE, whose label estimates come back too: weights, estimates, thresholds and metrics to the last bit."""
+    whole, killed = found["two"] / "whole", found["two"] / "killed"
+    for name in ("model.safetensors", "results.json", "checkpoint-6/objective.safetensors"):
+        assert (whole / name).read_bytes() == (killed / name).read_bytes()
+    thresholds = [AvgKConfig.from_pretrained(run).thresholds for run in (whole, killed)]
+    assert thresholds[0] == thresholds[1] != {}
+    assert "step 2/6  training goes on" in (killed / "train.log").read_text()
 
 
 def test_the_command_of_the_readme(recipe, tmp_path):

@@ -87,7 +87,8 @@ def test_commands_name_files_that_exist(folder):
         assert words[:6] == [
             "accelerate", "launch", "--config_file", "recipes/accelerate_configs/one_gpu.yaml", "-m", "avgk_hf.train"
         ]  # fmt: skip
-        assert (ROOT / words[3]).is_file()
+        # the stock Trainer would take all GPUs that it sees, and multiply the batch size
+        assert yaml.safe_load((ROOT / words[3]).read_text())["gpu_ids"] == "0"
         parse_recipe([str(ROOT / words[6]), *words[7:]])
     if folder == "plantnet300k":
         assert [re.findall(r"--k (\d+)", command) for command in commands] == [[], ["2"], ["3"], ["5"], ["10"]]
@@ -215,11 +216,14 @@ def test_milestones_of_another_kind_are_refused(recipe, make_trainer):
     for values, message in (
         ({"lr_milestones": [3, 1]}, "in ascending order"),
         ({"lr_milestones": [0]}, "in ascending order"),
+        ({"lr_milestones": 5}, "lr_milestones=5 must be a list of epochs"),
+        ({"lr_milestones": ["x"]}, "must be a list of epochs"),
         ({"lr_milestones": [2], "lr_gamma": 0.0}, "lr_gamma=0.0 must be a number greater than 0"),
         ({"lr_milestones": [2], "warmup_steps": 5}, "leave one of them out"),
     ):
         with pytest.raises(ValueError, match=message):
             make_trainer(**values)
+    assert make_trainer(lr_milestones=(1, 2)).args.lr_milestones == (1, 2)
     args = parse_recipe([str(recipe), "--lr_milestones", "1", "1.5", "--lr_gamma", "0.5"])[2]
     assert (args.lr_milestones, args.lr_gamma, args.decay_all) == ([1.0, 1.5], 0.5, False)
 

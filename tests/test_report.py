@@ -2,12 +2,14 @@
 
 import json
 import math
+import shlex
 
 import pytest
 from scipy import stats
 
 from avgk_hf.cli import main
 from avgk_hf.report import interval, markdown, report
+from avgk_hf.trainer import AvgKTrainer
 
 
 def test_interval_is_scipys():
@@ -26,6 +28,10 @@ def test_seeds_through_the_command(recipe, tmp_path, capsys):
     results = [json.loads((run / f"seed-{seed}" / "results.json").read_text()) for seed in (1, 2, 3)]
     assert [result["seed"] for result in results] == [1, 2, 3]
     (group,) = json.loads((run / "report.json").read_text())
+    for k in (1, 3):  # calibrate_k
+        row = next(line for line in (run / "report.md").read_text().splitlines() if f", sets for K = {k} |" in line)
+        mean = 100 * sum(result["test"][f"average_k_accuracy@{k}"] for result in results) / 3
+        assert row.split("|")[3].startswith(f" {mean:.2f} ± ")
     for split in ("validation", "test"):
         for name in ("average_k_accuracy", "mean_set_size", "average_k_accuracy@3"):
             assert group["metrics"][split][name] == interval([result[split][name] for result in results])
@@ -46,11 +52,18 @@ def test_seeds_through_the_command(recipe, tmp_path, capsys):
     assert (run / "seed-1" / "results.json").stat().st_mtime_ns == kept
 
 
-def write(folder, seed: int, accuracy: float, **hyperparameters) -> None:
+def write(folder, seed: int, accuracy: float, data: dict | None = None, **hyperparameters) -> None:
     folder.mkdir(parents=True)
     metrics = {"average_k_accuracy": accuracy, "mean_set_size": 2.0}
     values = {"alpha": 1.0, "seed": seed, **hyperparameters}
-    results = {"dataset": "trees", "data": {}, "objective": "avgk", "k": 2, "seed": seed, "hyperparameters": values}
+    results = {
+        "dataset": "trees",
+        "data": data or {},
+        "objective": "avgk",
+        "k": 2,
+        "seed": seed,
+        "hyperparameters": values,
+    }
     (folder / "results.json").write_text(json.dumps({**results, "validation": {}, "test": metrics}))
 
 
@@ -66,6 +79,40 @@ def test_runs_are_grouped_by_everything_but_the_seed(tmp_path):
     text = markdown(groups)
     assert "| avgk, K = 2, alpha 1.0 | 3 | 91.00 ± 2.48 | 2.00 ± 0.00 |" in text
     assert "| avgk, K = 2, alpha 5.0 | 3 | 80.00 ± 0.00 | 2.00 ± 0.00 |" in text
+
+
+def test_groups_of_different_data_have_different_names(tmp_path):
+    for name in ("trees", "birds"):
+        write(tmp_path / name, 0, 0.9, {"dataset": name, "split_seed": 0})
+    names = [group["name"] for group in report([tmp_path])]
+    assert names == ["avgk, K = 2, dataset birds", "avgk, K = 2, dataset trees"]
+
+
+def test_stopped_seeds_say_how_to_go_on(recipe, tmp_path, capsys, monkeypatch):
+    """Ctrl-C in the second of two seeds."""
+    evaluate = AvgKTrainer.evaluate
+
+    def interrupted(self, *args, **kwargs):
+        if self.args.seed == 2:
+            raise KeyboardInterrupt
+        return evaluate(self, *args, **kwargs)
+
+    monkeypatch.setattr(AvgKTrainer, "evaluate", interrupted)
+    command = ["train", str(recipe), "--seeds", "2", "--num_train_epochs", "1"]
+    assert main(command) == 130
+    again = shlex.join(["avgk", *command, "--resume_from_checkpoint", "last"])
+    assert f"are in {tmp_path / 'run'}; go on with `{again}`" in capsys.readouterr().err
+    assert (tmp_path / "run" / "seed-1" / "results.json").is_file()
+
+
+def test_runs_that_were_trained_differently_are_not_averaged(recipe, tmp_path):
+    """Also where the card's table shows no difference: seed 0 with clipping, seed 1 without."""
+    for seed, norm in ((0, "1"), (1, "0")):
+        out = ["--seed", str(seed), "--max_grad_norm", norm, "--output_dir", str(tmp_path / f"run{seed}")]
+        assert main(["train", str(recipe), "--num_train_epochs", "1", *out]) == 0
+    groups = report([tmp_path / "run0", tmp_path / "run1"])
+    assert [group["seeds"] for group in groups] == [[0], [1]]
+    assert [group["name"].rpartition(", ")[2] for group in groups] == ["max_grad_norm 1.0", "max_grad_norm 0.0"]
 
 
 def test_bad_reports_are_refused(tmp_path, capsys):

@@ -11,10 +11,11 @@ from pathlib import Path
 import optuna
 import pytest
 
-from avgk_hf.cli import main
-from avgk_hf.sweep import Sweep, _scaled, read_sweep
+from avgk_hf.cli import build_parser, main
+from avgk_hf.sweep import Sweep, _scaled, read_sweep, run_sweep
 from avgk_hf.train import main as train
 from avgk_hf.train import parse_recipe
+from avgk_hf.trainer import AvgKTrainer
 
 ROOT = Path(__file__).parent.parent
 SWEEPS = sorted((ROOT / "recipes").glob("*/sweep_*.yaml"))
@@ -108,6 +109,50 @@ def test_a_killed_sweep_goes_on_and_workers_share_it(recipe, tmp_path):
     assert [row["n"] for row in json.loads((out / "sweep.json").read_text())["summary"]] == [1, 1, 1]
 
 
+def test_an_interrupted_trial_is_trained_again(recipe, tmp_path, capsys, caplog, monkeypatch):
+    """Ctrl-C in the first of two trials; the same command trains both, and nothing a third time."""
+    out = tmp_path / "sweep"
+    command = ["sweep", str(recipe), "--search", "alpha=1,2", "--num_train_epochs", "1", "--out", str(out)]
+
+    def interrupted(self, *args, **kwargs):
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr(AvgKTrainer, "training_step", interrupted)
+        assert main(command) == 130
+    assert f"finished trainings are kept in {out}, and the same command goes on" in capsys.readouterr().err
+    assert completed(out) == [] and not any(record.exc_info for record in caplog.records)
+    assert main(command) == 0
+    assert sorted(parameters["alpha"] for parameters, _ in completed(out)) == [1, 2]
+    assert "2 trainings, 0 of them finished" in capsys.readouterr().out
+    assert main(command) == 0
+    assert "2 trainings, 2 of them finished" in capsys.readouterr().out and len(completed(out)) == 2
+
+
+def test_a_training_that_diverges_ends_its_trial_only(recipe, tmp_path, capsys):
+    out = tmp_path / "sweep"
+    search = ["--search", "learning_rate=1e38,0.05", "--max_grad_norm", "0", "--num_train_epochs", "1"]
+    command = ["sweep", str(recipe), *search, "--out", str(out)]
+    for finished in (0, 2):
+        assert main(command) == 0
+        assert f"2 trainings, {finished} of them finished" in capsys.readouterr().out
+        found = json.loads((out / "sweep.json").read_text())
+        assert found["winner"] == {"learning_rate": 0.05}
+        assert [(row["n"], row["diverged"]) for row in found["summary"]] == [(0, 1), (1, 0)]
+        assert "| 1e+38 | 1 diverged | 0 |" in (out / "sweep.md").read_text()
+    none = ["sweep", str(recipe), *search[:1], "learning_rate=1e37,1e38", *search[2:], "--out", str(tmp_path / "none")]
+    for _ in range(2):
+        assert main(none) == 2
+        assert "a training of every combination diverged" in capsys.readouterr().err
+
+
+def test_the_rate_is_scaled_from_the_one_that_is_searched(recipe):
+    sweep = Sweep(str(recipe), {"learning_rate": [0.1], "per_device_train_batch_size": [8]}, scale_learning_rate=True)
+    (values,) = sweep.combinations()
+    assert _scaled(sweep, values) == {"learning_rate": pytest.approx(0.1 * 8 / 16)}
+
+
+@pytest.mark.timeout(600)
 def test_ray_does_the_same(recipe, tmp_path):
     """In a process of its own: ray cannot send a trainer to its workers after another one was used."""
     pytest.importorskip("ray")
@@ -116,7 +161,7 @@ def test_ray_does_the_same(recipe, tmp_path):
     assert main([*command, str(tmp_path / "optuna")]) == 0
     ray = [sys.executable, "-m", "avgk_hf.cli", *command, str(tmp_path / "ray"), "--backend", "ray"]
     env = {**os.environ, "OMP_NUM_THREADS": "1"}
-    done = subprocess.run(ray, env=env, capture_output=True, text=True, timeout=240)
+    done = subprocess.run(ray, env=env, capture_output=True, text=True, timeout=500)
     assert done.returncode == 0, done.stderr
     of_ray, of_optuna = (
         json.loads((tmp_path / name / "sweep.json").read_text())["summary"] for name in ("ray", "optuna")
@@ -132,13 +177,20 @@ def test_ray_does_the_same(recipe, tmp_path):
         (["--search", "aplha=1,2"], "'aplha' cannot be searched"),
         (["--search", "seed=1,2"], "'seed' cannot be searched"),
         (["--search", "alpha=1,1"], "different values"),
+        (["--search", "alpha=1,1.0"], "different values"),
+        (["--search", "alpha=[1,2]"], "invalid float value: '[1'"),
+        (["--search", "alpha=1,high"], "invalid float value: 'high'"),
+        (["--search", "head=ml,none"], "invalid choice: 'none'"),
+        (["--search", "alpha=1,2", "--seed", "3"], "--seed: a sweep has the seeds 0, 1, ..."),
+        (["--search", "alpha=1,2", "--output_dir=runs/x"], "its own folder (`--out`)"),
+        (["--search", "alpha=1,2", "--seeds", "0"], "seeds=0 must be a whole number"),
         (["--search", "alpha=1,2", "--seeds", "-1"], "seeds=-1 must be a whole number"),
         (["--search", "alpha=1,2", "--no_such_field", "3"], "unknown field 'no_such_field'"),
     ],
 )
 def test_bad_sweeps_are_refused(recipe, tmp_path, capsys, arguments, message):
     assert main(["sweep", str(recipe), "--out", str(tmp_path / "sweep"), *arguments]) == 2
-    assert message in capsys.readouterr().err
+    assert message in capsys.readouterr().err and not (tmp_path / "sweep").exists()
 
 
 @pytest.mark.parametrize("path", SWEEPS, ids=lambda path: f"{path.parent.name}/{path.stem}")
@@ -158,10 +210,42 @@ def test_the_studies_of_the_appendix(path):
     assert ratios == pytest.approx([args.learning_rate / args.per_device_train_batch_size] * len(values))
 
 
+@pytest.mark.parametrize("folder", ["cifar100", "plantnet300k"])
+def test_the_readmes_describe_the_studies(folder, monkeypatch):
+    """Their commands are read as they stand, and the numbers of trainings are those of the files."""
+    monkeypatch.chdir(ROOT)
+    text = (ROOT / "recipes" / folder / "README.md").read_text()
+    commands = [line.split()[1:] for line in text.splitlines() if line.startswith("CUDA_VISIBLE_DEVICES=0 avgk sweep")]
+    assert [Path(words[2]).stem for words in commands] == ["sweep_alpha", "sweep_batch", "sweep_batch"]
+    folders = set()
+    for _, *words in commands:
+        args, overrides = build_parser().parse_known_args(words)
+        sweep = read_sweep(args.recipe, output_dir=args.out, overrides=overrides)
+        model_args, _, _ = parse_recipe([sweep.recipe, *overrides])
+        assert model_args.objective == ("ce" if overrides else "avgk")
+        folders.add(sweep.output_dir)
+        ((_, values),) = sweep.search.items()
+        row = next(line for line in text.splitlines() if line.startswith(f"| [{Path(args.recipe).name}]"))
+        cells = [cell.strip() for cell in row.strip("|").split("|")]
+        assert cells[1].startswith(f"{len(values)} ") and cells[1].endswith(f"from {values[0]:g} to {values[-1]:g}")
+        assert cells[2] == str((len(values) + 1) * sweep.seeds) and cells[-1] == "not run here"
+    assert len(folders) == 3
+
+
 def test_a_sweep_file_refuses_unknown_fields(tmp_path, recipe):
     path = tmp_path / "sweep.yaml"
     path.write_text(f"recipe: {recipe}\nsearch: {{alpha: [1, 2]}}\nsedes: 3\n")
     with pytest.raises(ValueError, match="unknown field 'sedes'"):
         read_sweep(str(path))
+    for text, message in (
+        (f"recipe: {recipe}\n", "nothing to search"),
+        (f"recipe: {recipe}\nsearch: {{alpha: [1, 2]}}\noutput_dir: 3\n", "output_dir=3 must be the name"),
+        ("recipe: 3\nsearch: {alpha: [1, 2]}\n", "there is no recipe"),
+    ):
+        path.write_text(text)
+        with pytest.raises((ValueError, OSError), match=message):
+            run_sweep(read_sweep(str(path)))
+    path.write_text(f"recipe: {recipe}\nsearch: {{learning_rate: [1e-3, 1e-2]}}\n")
+    assert read_sweep(str(path)).search == {"learning_rate": [0.001, 0.01]}  # YAML takes these for text
     path.write_text(f"recipe: {recipe}\nsearch: {{alpha: [1, 2]}}\nseeds: 3\n")
     assert read_sweep(str(path), seeds=5) == Sweep(str(recipe), {"alpha": [1, 2]}, seeds=5)

@@ -3,6 +3,7 @@
 import json
 import os
 import resource
+import shutil
 import sys
 from pathlib import Path
 
@@ -151,6 +152,19 @@ def train(folder: Path, images: str, recipe: str) -> list[str]:
     return gather_list([] if rank() == 0 else kept)
 
 
+def resumed(folder: Path, recipe: str) -> None:
+    """Train with ROLE, and again from a checkpoint inside the first epoch, which is all that a killed run leaves."""
+    from avgk_hf.train import main
+
+    steps = ["--eval_strategy", "steps", "--save_strategy", "steps", "--eval_steps", "2", "--save_steps", "2"]
+    options = [recipe, *steps, "--objective", "role", "--augmentation", "timm", "--push_to_hub", "false"]
+    main([*options, "--output_dir", str(folder / "whole")])
+    if rank() == 0:
+        shutil.copytree(folder / "whole" / "checkpoint-2", folder / "killed" / "checkpoint-2")
+    dist.barrier()
+    main([*options, "--output_dir", str(folder / "killed"), "--resume_from_checkpoint", "last"])
+
+
 OBJECTIVES = {"avgk": {}, "local": {"candidate_scope": "local"}, "ce": {}, "an": {}, "epr": {}, "role": {}, "topk": {}}
 
 
@@ -166,6 +180,7 @@ def everything(folder: Path, images: str, recipe: str | None = None) -> None:
     if world_size() > 1:
         found["sent"] = {k: sent_values(k) for k in (2, 3.5, 19)}
     if recipe:
+        resumed(folder, recipe)
         found["written"] = train(folder, images, recipe)
     if rank() == 0:
         (folder / "found.json").write_text(json.dumps(found))
