@@ -1095,7 +1095,8 @@ def _pictures(comparison: Comparison, summary: dict[str, Any], folder: Path, end
         content = json.loads(path.read_text()) if path.is_file() else {"search": {}}
         if len(content["search"]) == 1:
             (name,) = content["search"]
-            points = [{"value": row["values"][name], **row} for row in content["summary"]]
+            whole = [row for row in content["summary"] if row["n"] and not row["diverged"]]
+            points = [{"value": row["values"][name], **row} for row in whole]
             sweep_curve(points, name, folder / f"sensitivity_{Path(sweep).name}.{ending}")
 
 
