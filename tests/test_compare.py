@@ -186,10 +186,9 @@ def test_glyphs_come_with_yardsticks(config, tmp_path, monkeypatch):
     monkeypatch.setattr(glyphs, "VALIDATION_IMAGES", 50)
     monkeypatch.setattr(glyphs, "TEST_IMAGES", 40)
     monkeypatch.setattr("avgk_hf.compare.BOUND_IMAGES", 20)
-    sweep = {
-        "search": {"alpha": [1, 9]},
-        "summary": [{"values": {"alpha": a}, "mean": 0.9, "half_width": None} for a in (1, 9)],
-    }
+    whole, diverged = {"mean": 0.9, "half_width": None, "n": 1, "diverged": 0}, {"mean": None, "n": 0, "diverged": 1}
+    rows = [{"values": {"alpha": 1}, **whole}, {"values": {"alpha": 9}, **diverged}]
+    sweep = {"search": {"alpha": [1, 9]}, "summary": rows}
     (tmp_path / "sweep-alpha").mkdir()
     (tmp_path / "sweep-alpha" / "sweep.json").write_text(json.dumps(sweep))
     text = config.read_text().replace("  avgk: {alpha: [0.1, 10.0]}\n", "").replace("budget: 2", "budget: 1")
