@@ -218,7 +218,8 @@ def run_sweep(args: argparse.Namespace) -> None:
 
 def run_compare(args: argparse.Namespace) -> None:
     """`avgk compare`."""
-    from .compare import read_comparison, run_comparison
+    from .compare import run_comparison
+    from .comparison import read_comparison
 
     comparison = read_comparison(args.config, output_dir=args.out, overrides=args.overrides)
     print(run_comparison(comparison, args.workers, args.dry_run))

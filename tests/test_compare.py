@@ -13,17 +13,8 @@ import torch
 from filelock import FileLock
 
 from avgk_hf.cli import main
-from avgk_hf.compare import (
-    Run,
-    _arguments,
-    choose,
-    finished,
-    measure,
-    plan,
-    read_comparison,
-    run_path,
-    tuning_runs,
-)
+from avgk_hf.compare import _arguments, measure
+from avgk_hf.comparison import Run, choose, finished, plan, read_comparison, run_path, tuning_runs
 from avgk_hf.data import glyphs, load_splits, prepare
 from avgk_hf.data.glyphs import CHARACTERS, FACES, noise_bound, outline_bound
 from avgk_hf.train import load_data, make_trainer, parse_recipe
@@ -185,7 +176,7 @@ def test_glyphs_come_with_yardsticks(config, tmp_path, monkeypatch):
     monkeypatch.setattr(glyphs, "train_counts", lambda: np.repeat([1, 3], len(CHARACTERS) // 2))
     monkeypatch.setattr(glyphs, "VALIDATION_IMAGES", 50)
     monkeypatch.setattr(glyphs, "TEST_IMAGES", 40)
-    monkeypatch.setattr("avgk_hf.compare.BOUND_IMAGES", 20)
+    monkeypatch.setattr("avgk_hf.verdict.BOUND_IMAGES", 20)
     whole, diverged = {"mean": 0.9, "half_width": None, "n": 1, "diverged": 0}, {"mean": None, "n": 0, "diverged": 1}
     rows = [{"values": {"alpha": 1}, **whole}, {"values": {"alpha": 9}, **diverged}]
     sweep = {"search": {"alpha": [1, 9]}, "summary": rows}

@@ -16,7 +16,9 @@ LAYERS = [
     {"calibrate"},
     {"plots"},
     {"train"},
-    {"compare", "demo", "sweep"},
+    {"comparison", "demo", "sweep"},
+    {"verdict"},
+    {"compare"},
     {"cli"},
 ]
 REMOTE = {"configuration", "densenet", "modeling", "pipeline", "sets"}
