@@ -12,6 +12,7 @@ import json
 import logging
 import os
 import shutil
+import sys
 from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any
@@ -355,6 +356,10 @@ def _search_ray(sweep: Sweep, folder: Path) -> list[dict[str, Any]]:
         from ray import tune
     except ImportError as error:
         raise ImportError("--backend ray needs `pip install 'ray[tune]'`.") from error
+    if " " in sys.executable:  # its workers would never start, and the sweep wait for ever
+        raise ValueError(
+            f"ray cannot start {sys.executable!r}, because of the space in its path: use --backend optuna."
+        )
     trainer = _trainer(sweep, folder)
     space = {name: tune.grid_search(options) for name, options in sweep.grid.items()}
     best = trainer.hyperparameter_search(

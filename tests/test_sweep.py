@@ -162,6 +162,9 @@ def test_ray_does_the_same(recipe, tmp_path):
     ray = [sys.executable, "-m", "avgk_hf.cli", *command, str(tmp_path / "ray"), "--backend", "ray"]
     env = {**os.environ, "OMP_NUM_THREADS": "1"}
     done = subprocess.run(ray, env=env, capture_output=True, text=True, timeout=500)
+    if " " in sys.executable:
+        assert done.returncode == 2 and "because of the space in its path" in done.stderr
+        return
     assert done.returncode == 0, done.stderr
     of_ray, of_optuna = (
         json.loads((tmp_path / name / "sweep.json").read_text())["summary"] for name in ("ray", "optuna")
