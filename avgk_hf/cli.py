@@ -7,7 +7,7 @@ import sys
 from pathlib import Path
 
 from . import __version__
-from .shell import guarded
+from .shell import guarded, logged
 
 
 def build_parser() -> argparse.ArgumentParser:
@@ -18,6 +18,7 @@ def build_parser() -> argparse.ArgumentParser:
         epilog="`avgk COMMAND --help` explains a command. With AVGK_DEBUG=1 errors come with their traceback.",
     )
     parser.add_argument("--version", action="version", version=f"avgk_hf {__version__}")
+    parser.add_argument("--log", metavar="FILE", help="append to a file what is printed; before the command")
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
 
     demo = commands.add_parser("demo", help="train CE and AVG-K on generated glyphs and compare them (3 minutes)")
@@ -269,6 +270,9 @@ COMMANDS = {
 def main(arguments: list[str] | None = None) -> int:
     """Entry point of `avgk`; returns the exit code."""
     arguments = sys.argv[1:] if arguments is None else arguments
+    log = None
+    if arguments[:1] == ["--log"] and len(arguments) > 2:  # of every command, also of those that read the rest later
+        log, arguments = arguments[1], arguments[2:]
     if arguments[:1] == ["train"]:  # its options are the recipe's fields, which only the training code knows
         args = argparse.Namespace(command="train", arguments=arguments[1:])
     elif arguments[:1] in (["sweep"], ["compare"]):  # as far as it does not know them itself
@@ -276,7 +280,12 @@ def main(arguments: list[str] | None = None) -> int:
         args.overrides = overrides
     else:
         args = build_parser().parse_args(arguments)
-    return guarded(args.command, lambda: COMMANDS[args.command](args))
+    try:
+        with logged(log, arguments):
+            return guarded(args.command, lambda: COMMANDS[args.command](args))
+    except OSError as error:
+        print(f"avgk: nothing can be logged to {log} ({error}).", file=sys.stderr)
+        return 2
 
 
 if __name__ == "__main__":

@@ -1,10 +1,14 @@
 """How a command ends: errors and interruptions as one line and an exit code."""
 
+import contextlib
+import datetime
+import io
 import os
 import signal
 import sys
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from typing import TextIO
 
 
 class Terminated(KeyboardInterrupt):
@@ -19,6 +23,40 @@ def _one_line(error: Exception) -> str:
     """The message of an error; one that a loader's process raised is the last line of the traceback it sent."""
     lines = str(error).strip().splitlines() or [type(error).__name__]
     return lines[-1].partition(": ")[2] if "Traceback (most recent call last)" in str(error) else " ".join(lines)
+
+
+class _Tee(io.TextIOBase):
+    """Writes to a stream as before, and every finished line to a log; of a progress bar its last state."""
+
+    def __init__(self, stream: TextIO, log: TextIO) -> None:
+        self.stream, self.log, self.line = stream, log, ""
+
+    def write(self, text: str) -> int:
+        self.stream.write(text)
+        *lines, self.line = (self.line + text).split("\n")
+        for line in lines:
+            self.log.write(line.rpartition("\r")[2] + "\n")
+        return len(text)
+
+    def flush(self) -> None:
+        self.stream.flush()
+        self.log.flush()
+
+    def isatty(self) -> bool:
+        return self.stream.isatty()
+
+
+@contextlib.contextmanager
+def logged(path: str | None, arguments: list[str]) -> Iterator[None]:
+    """Append to a file what is printed meanwhile, after a line with time and command; None for no file."""
+    if path is None:
+        yield
+        return
+    with open(path, "a", encoding="utf-8") as log:
+        log.write(f"{datetime.datetime.now().isoformat(' ', 'seconds')} avgk {' '.join(arguments)}\n")
+        out, err = _Tee(sys.stdout, log), _Tee(sys.stderr, log)
+        with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
+            yield
 
 
 def guarded(name: str, command: Callable[[], None]) -> int:

@@ -170,3 +170,18 @@ def test_glyphs_command(tmp_path, capsys, monkeypatch):
 def test_recipes_are_in_the_wheel_and_the_version_is_one():
     assert '"recipes" = "avgk_hf/recipes"' in (ROOT / "pyproject.toml").read_text()
     assert f"## {avgk_hf.__version__}" in (ROOT / "CHANGELOG.md").read_text()
+
+
+def test_what_is_printed_can_be_logged(model_folder, image_folder, tmp_path, capsys):
+    """Of a progress bar its last state; a second command is appended, and an error is one line there too."""
+    log = tmp_path / "avgk.log"
+    assert main(["--log", str(log), "evaluate", str(model_folder), str(image_folder)]) == 0
+    printed = capsys.readouterr().out
+    text = log.read_text()
+    assert text.splitlines()[0].endswith(f"avgk evaluate {model_folder} {image_folder}")
+    assert printed in text and "average_k_accuracy" in printed and "\r" not in text
+    assert main(["--log", str(log), "card", str(tmp_path)]) == 2
+    assert log.read_text().startswith(text)
+    assert log.read_text().splitlines()[-1].startswith(f"avgk card: {tmp_path} holds no results.json")
+    assert main(["--log", str(tmp_path), "card", str(model_folder)]) == 2
+    assert f"nothing can be logged to {tmp_path}" in capsys.readouterr().err
