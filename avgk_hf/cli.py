@@ -281,11 +281,12 @@ def main(arguments: list[str] | None = None) -> int:
     else:
         args = build_parser().parse_args(arguments)
     try:
-        with logged(log, arguments):
-            return guarded(args.command, lambda: COMMANDS[args.command](args))
+        file = open(log, "a", encoding="utf-8") if log else None
     except OSError as error:
         print(f"avgk: nothing can be logged to {log} ({error}).", file=sys.stderr)
         return 2
+    with logged(file, arguments):
+        return guarded(args.command, lambda: COMMANDS[args.command](args))
 
 
 if __name__ == "__main__":

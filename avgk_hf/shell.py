@@ -47,12 +47,12 @@ class _Tee(io.TextIOBase):
 
 
 @contextlib.contextmanager
-def logged(path: str | None, arguments: list[str]) -> Iterator[None]:
-    """Append to a file what is printed meanwhile, after a line with time and command; None for no file."""
-    if path is None:
+def logged(log: TextIO | None, arguments: list[str]) -> Iterator[None]:
+    """Write to an open file what is printed meanwhile, after a line with time and command; None for no file."""
+    if log is None:
         yield
         return
-    with open(path, "a", encoding="utf-8") as log:
+    with log:
         log.write(f"{datetime.datetime.now().isoformat(' ', 'seconds')} avgk {' '.join(arguments)}\n")
         out, err = _Tee(sys.stdout, log), _Tee(sys.stderr, log)
         with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
