@@ -8,7 +8,7 @@ demo: $(VENV)/installed
 	$(PY) -m avgk_hf.cli demo
 
 test: $(VENV)/installed
-	$(PY) -m pytest
+	$(PY) -m pytest --numprocesses 2 --dist loadfile
 
 lint: $(VENV)/installed
 	$(PY) -m ruff check .
