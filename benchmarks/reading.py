@@ -52,7 +52,7 @@ def loaders(folder: Path, workers: int) -> dict[str, DataLoader]:
     )
     model = AvgKForImageClassification.from_timm("test_resnet", num_labels=SPECIES, k=2)
     ours = AvgKTrainer(model=model, args=args, train_dataset=data).get_train_dataloader()
-    normalize = transforms.Normalize((0.485, 0.456, 0.406), (0.229, 0.224, 0.225))
+    normalize = transforms.Normalize((0.485, 0.456, 0.406), (0.229, 0.224, 0.225), inplace=True)
     steps = [transforms.Resize(256), transforms.RandomCrop(224), transforms.ToTensor(), normalize]
     bare = DataLoader(
         ImageFolder(folder / "images" / "train", transforms.Compose(steps)),
