@@ -7,9 +7,12 @@ import functools
 import hashlib
 import itertools
 import json
+import math
 import os
 import random
 import re
+from collections import Counter
+from collections.abc import Iterator
 from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any
@@ -40,7 +43,7 @@ class Comparison:
             a field `objective` says otherwise, so that variants of one loss can be compared.
         shared: {field: values} that are searched for every loss.
         k: Average set sizes.
-        budget: Trainings in which every loss is tuned; drawn from the product of its values, the same every time.
+        budget: Trainings in which every loss is tuned; drawn evenly from its combinations, the same every time.
         seeds: Number of seeds 0, 1, ... of the tuned losses.
         tune_k: Tune at this K for all; default: for every K by itself.
         tune_seed: Seed of the trainings that tune; not one of those reported.
@@ -124,20 +127,37 @@ class Comparison:
         return self.arguments[1].dataset == "glyphs"
 
     def configurations(self, loss: str) -> list[dict[str, Any]]:
-        """What a loss is tuned over: `budget` of its combinations, drawn the same every time."""
+        """What a loss is tuned over: `budget` of its combinations, drawn the same every time.
+
+        Each next one is that whose values, alone and in pairs, were drawn least for their number: with few draws, too,
+        every value of every field is tried about equally often.
+        """
         own = self.losses[loss]
         fixed = {name: value for name, value in own.items() if not isinstance(value, list) and name != "objective"}
         grid = {**self.shared, **{name: values for name, values in own.items() if isinstance(values, list)}}
         grid = {name: values for name, values in grid.items() if name not in fixed}
         combinations = [dict(zip(grid, values, strict=True)) for values in itertools.product(*grid.values())]
-        random.Random(0).shuffle(combinations)  # so that a larger budget adds to a smaller one
-        return [{**fixed, **values} for values in combinations[: self.budget]]
+        random.Random(0).shuffle(combinations)
+        drawn, seen = [], Counter()
+        while combinations and len(drawn) < self.budget:  # a larger budget adds to a smaller one
+            least = min(combinations, key=lambda values: sum(seen[part] * n for part, n in _parts(values, grid)))
+            seen.update(part for part, _ in _parts(least, grid))
+            combinations.remove(least)
+            drawn.append({**fixed, **least})
+        return drawn
 
     def tuned_ks(self, loss: str) -> list[float | None]:
         """The K that a loss is trained for while it is tuned; None for one that does not depend on K."""
         if self.objective(loss) in K_FREE:
             return [None]
         return list(self.k) if self.tune_k is None else [self.tune_k]
+
+
+def _parts(values: dict[str, Any], grid: dict[str, list[Any]]) -> Iterator[tuple[str, int]]:
+    """The values of a combination, alone and in pairs, each with the number of alternatives to it."""
+    for size in (1, 2):
+        for names in itertools.combinations(values, size):
+            yield json.dumps([(name, values[name]) for name in names]), math.prod(len(grid[name]) for name in names)
 
 
 def _different(values: Any) -> bool:

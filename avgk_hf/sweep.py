@@ -299,7 +299,8 @@ def _search_optuna(sweep: Sweep, folder: Path) -> list[dict[str, Any]]:
     name = json.dumps({"recipe": sweep.digest, "grid": grid})
     place = {"storage": f"sqlite:///{folder / 'study.db'}", "study_name": name}
     sampler = optuna.samplers.GridSampler(grid, seed=0)
-    study = optuna.create_study(**place, sampler=sampler, direction="maximize", load_if_exists=True)
+    with FileLock(folder / "study.lock"):  # two workers that begin together would both make the tables, and one fail
+        study = optuna.create_study(**place, sampler=sampler, direction="maximize", load_if_exists=True)
     ended = [TrialState.COMPLETE, TrialState.PRUNED]  # pruned: the training diverged
     finished = study.get_trials(deepcopy=False, states=ended)
     queued = study.get_trials(deepcopy=False, states=[TrialState.WAITING, TrialState.RUNNING])
