@@ -183,8 +183,8 @@ def run_evaluate(args: argparse.Namespace) -> None:
     print(text if args.json else "\n".join(f"{name:32}{value:.6g}" for name, value in metrics.items()))
     if calibrate and not args.json:
         print(f"thresholds written to {args.out or args.model}")
-        for line in describe(model.config.coverage):
-            print(line)
+        for level, how in describe(model.config.coverage).items():
+            print(f"coverage {level}: {how}")
     if calibrate and args.push:
         print(push_folder(args.out, args.push))
 

@@ -154,20 +154,20 @@ def coverage_record(
     return record
 
 
-def describe(record: Mapping[str, Any]) -> list[str]:
-    """What a coverage record can answer, in words.
+def describe(record: Mapping[str, Any]) -> dict[str, str]:
+    """The coverage levels that a record can answer, and how, in words.
 
-    >>> describe({"num_examples": 10, "lac": {"0.5": 0.3}, "per_class": {"0.5": [0.3] * 4}, "pooled": {"0.5": [1]}})
-    ['coverage 0.5 from 10 images: lac, per class (1 of 4 with too few images, pooled)']
+    >>> describe({"lac": {"0.5": 0.3}, "per_class": {"0.5": [0.3] * 4}, "pooled": {"0.5": [1]}})
+    {'0.5': 'lac, per class (1 of 4 with too few images, pooled)'}
     """
-    lines = []
+    found = {}
     for level in record.get("lac", {}):
         parts = [method for method in METHODS if level in record.get(method, {})]
         if level in record.get("per_class", {}):
-            few, classes = len(record["pooled"][level]), len(record["per_class"][level])
+            few, classes = len(record.get("pooled", {}).get(level, [])), len(record["per_class"][level])
             parts.append("per class" + (f" ({few} of {classes} with too few images, pooled)" if few else ""))
-        lines.append(f"coverage {level} from {record['num_examples']} images: {', '.join(parts)}")
-    return lines
+        found[level] = ", ".join(parts)
+    return found
 
 
 def check_coverage(record: Any, num_labels: int, kind: str) -> None:

@@ -413,10 +413,10 @@ def ranked_sets(scores: Tensor, sets: Tensor) -> list[list[int]]:
 
 
 def ranked_mass(scores: Tensor) -> tuple[Tensor, Tensor]:
-    """The classes (n, L) of each image, best first, and what the scores up to each of them sum to, (n, L).
+    """The classes (n, L) of each image, best first, and the share of all scores up to each of them, (n, L).
 
-    Sums are taken in double precision, where the many that are close to 1 can still be told apart. Equal scores are
-    ordered by class id.
+    Sums are taken in double precision, where the many that are close to 1 can still be told apart, and divided by that
+    of all classes: rounding must not decide whether the last class is in a set. Equal scores are ordered by class id.
 
     Example:
         >>> order, mass = ranked_mass(torch.tensor([[0.25, 0.5, 0.25]]))
@@ -425,7 +425,8 @@ def ranked_mass(scores: Tensor) -> tuple[Tensor, Tensor]:
     """
     wide = torch.float32 if scores.device.type == "mps" else torch.float64
     ordered, order = scores.sort(dim=-1, descending=True, stable=True)
-    return order, ordered.to(wide).cumsum(-1)
+    mass = ordered.to(wide).cumsum(-1)
+    return order, mass / mass[..., -1:]
 
 
 class SetStatistics:
