@@ -4,6 +4,7 @@ import datetime
 import json
 import tempfile
 from collections.abc import Iterable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -17,13 +18,14 @@ from transformers import AutoImageProcessor, AutoModelForImageClassification, Pr
 
 from . import auto  # noqa: F401  (makes the Auto classes know the model)
 from .configuration import read_json
+from .conformal import LEVELS, answer, check_coverage, check_level, enough_images, level_key, stored_coverage
 from .data import align_labels, prepare, skip_bad_images
 from .data.datasets import ON_BAD_IMAGE
 from .data.transforms import ImageTransform, ProcessorTransform
 from .modeling import AvgKForImageClassification, check_folder, replacing
 from .pipeline import config_score
 from .sets import SetStatistics, check_k, check_thresholds, k_key, score, stored_threshold
-from .trainer import AvgKTrainer
+from .trainer import AvgKTrainer, coverage_metrics, coverage_of
 from .training_args import AvgKTrainingArguments
 
 
@@ -44,6 +46,7 @@ def load_classifier(name: str) -> PreTrainedModel:
     config = model.config
     try:  # configs of other classes do not look at them
         check_thresholds(getattr(config, "thresholds", None) or {}, config.num_labels, config_score(config))
+        check_coverage(getattr(config, "coverage", None) or {}, config.num_labels, config_score(config))
     except ValueError as error:
         raise ValueError(f"{folder / 'config.json'}: {error}") from None
     return model
@@ -76,7 +79,7 @@ def model_scores(model: PreTrainedModel, pixel_values: Tensor, k: float | None =
 def calibrate(
     model: PreTrainedModel, dataset: Dataset, k: Iterable[float], dataset_name: str | None = None, **kwargs: Any
 ) -> dict[str, float]:
-    """Compute lambda_val for every `k` in one pass over a dataset and store it in the model's config.
+    """Compute lambda_val for every `k`, and what answers by coverage, in one pass, and store it in the model's config.
 
     The model may be any image classifier of transformers; its class and weights stay what they are. Afterwards the set
     pipeline, `avgk predict` and `avgk evaluate` take it.
@@ -103,18 +106,25 @@ def evaluate(
     num_workers: int = 0,
     dataset_name: str | None = None,
     on_bad_image: str = "error",
+    coverage: Iterable[float] | None = None,
+    method: str = "lac",
+    per_class: bool = False,
 ) -> dict[str, float]:
     """Evaluate a classifier on one split of `load_splits`, in one streaming pass.
 
     Args:
         model: The model; with `calibrate` its config receives the thresholds.
         dataset: The split; its classes are matched to the model's by name.
-        k: Average set sizes besides the model's own; default: all that are calibrated.
+        k: Average set sizes besides the model's own, in the calibrated range; default: all that are calibrated.
         calibrate: Compute the thresholds from this split, instead of using those in the config.
         batch_size: Images per forward pass.
         num_workers: Processes that read images.
         dataset_name: For the calibration record.
         on_bad_image: `"error"` refuses an image that cannot be read, `"skip"` leaves it out and counts it.
+        coverage: Coverage levels to calibrate (default: 0.9, 0.95 and 0.99, as far as there are images enough), or to
+            report (default: all that are recorded).
+        method: How the coverage that is reported is reached, as in `conformal.answer`.
+        per_class: Whether to calibrate the thresholds of each class too, or to answer with them.
 
     Returns:
         The metrics, as `AvgKTrainer.evaluate` names them, without prefix; with `on_bad_image="skip"` also the number
@@ -135,13 +145,20 @@ def evaluate(
         stored_threshold(model.config, ks[0] if ks else None)
         for size in ks:
             stored_threshold(model.config, size)  # refuses one that is not calibrated
+    levels = _levels(model, coverage, calibrate, len(dataset), method, per_class)
     if not isinstance(model, AvgKForImageClassification):
-        metrics = _evaluate_foreign(model, dataset, ks, calibrate, batch_size, num_workers, dataset_name)
+        how = {"method": method, "per_class": per_class}
+        metrics = _evaluate_foreign(
+            model, dataset, ks, calibrate, batch_size, num_workers, dataset_name, levels, **how
+        )
         return {**metrics, **skipped}
     with tempfile.TemporaryDirectory() as folder:
         args = AvgKTrainingArguments(
             output_dir=folder,
             calibrate_k=ks,
+            calibrate_coverage=levels,
+            calibrate_per_class=per_class,
+            coverage_method=method,
             per_device_eval_batch_size=batch_size,
             dataloader_num_workers=num_workers,
             dataloader_pin_memory=False,
@@ -154,6 +171,34 @@ def evaluate(
     return {**{name.removeprefix("eval_"): value for name, value in metrics.items()}, **skipped}
 
 
+def _levels(
+    model: PreTrainedModel,
+    coverage: Iterable[float] | None,
+    calibrate: bool,
+    num_examples: int,
+    method: str,
+    per_class: bool,
+) -> list[float]:
+    """The coverage levels to calibrate or to report; one that was asked for and cannot be had is refused."""
+    if calibrate:
+        levels = [check_level(level) for level in (LEVELS if coverage is None else coverage)]
+        for level in levels if coverage is not None else ():
+            if num_examples < enough_images(level):
+                raise ValueError(
+                    f"coverage={level_key(level)} cannot be calibrated on {num_examples} image(s): it takes"
+                    f" {enough_images(level)} at least. Use more validation images or a lower coverage."
+                )
+        return [level for level in levels if num_examples >= enough_images(level)]
+    record = getattr(model.config, "coverage", None) or {}
+    levels = [float(key) for key in record.get("per_class" if per_class else method) or {}]
+    levels = list(coverage) if coverage is not None else levels
+    if coverage is None and not levels and (per_class or method != "lac"):
+        levels = [LEVELS[0]]  # to be refused with what is missing
+    for level in levels:
+        stored_coverage(model.config, level, method, per_class)
+    return levels
+
+
 def _evaluate_foreign(
     model: PreTrainedModel,
     dataset: Dataset,
@@ -162,6 +207,9 @@ def _evaluate_foreign(
     batch_size: int,
     num_workers: int,
     dataset_name: str | None,
+    levels: list[float],
+    method: str,
+    per_class: bool,
 ) -> dict[str, float]:
     """`evaluate` for a classifier of another class, whose config may hold thresholds all the same."""
     config = model.config
@@ -170,7 +218,13 @@ def _evaluate_foreign(
     for k in ks:
         check_k(k, config.num_labels)
     thresholds = None if calibrate else {k: stored_threshold(config, k) for k in ks}
-    statistics = SetStatistics(ks, len(dataset), thresholds)
+    questions = {
+        level_key(level): partial(answer, config=config, coverage=level, method=method, per_class=per_class)
+        for level in levels
+        if not calibrate
+    }
+    mass = calibrate and bool(levels) and config_score(config) == "softmax"
+    statistics = SetStatistics(ks, len(dataset), thresholds, mass=mass, questions=questions)
     loader = torch.utils.data.DataLoader(
         prepare(dataset, transform_for(model)), batch_size, collate_fn=default_data_collator, num_workers=num_workers
     )
@@ -189,11 +243,13 @@ def _evaluate_foreign(
             "dataset": dataset_name,
             "split": str(dataset.split or "validation"),
             "date": datetime.datetime.now(datetime.timezone.utc).date().isoformat(),
+            "curve": statistics.curve(),
         }
+        config.coverage = coverage_of(statistics, levels, per_class, min(ks))
     metrics = {"top1_accuracy": results[ks[0]]["top1_accuracy"]}
     for k, result in results.items():
         metrics.update({f"{name}@{k_key(k)}": v for name, v in result.items() if name != "top1_accuracy"})
-    return metrics
+    return {**metrics, **coverage_metrics(statistics, per_class)}
 
 
 def save_classifier(model: PreTrainedModel, folder: str | Path, metrics: dict[str, float]) -> None:
@@ -213,7 +269,7 @@ def save_classifier(model: PreTrainedModel, folder: str | Path, metrics: dict[st
 def write_thresholds(model: PreTrainedModel, folder: str | Path) -> None:
     """Store the thresholds of a calibrated model in the config.json of the folder it was loaded from."""
     path = Path(folder) / "config.json"
-    names = ("thresholds", "heads", "head_thresholds", "calibration", "score")
+    names = ("thresholds", "heads", "head_thresholds", "coverage", "calibration", "score")
     found = {name: getattr(model.config, name) for name in names if hasattr(model.config, name)}
     config = {**read_json(path), **found}
     new = path.with_name("config.json.new")

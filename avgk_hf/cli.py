@@ -9,6 +9,8 @@ from pathlib import Path
 from . import __version__
 from .shell import guarded, logged
 
+METHODS = ("lac", "aps", "raps")  # of coverage; conformal.py knows them too, but imports torch
+
 
 def build_parser() -> argparse.ArgumentParser:
     """All commands and their options."""
@@ -36,6 +38,9 @@ def build_parser() -> argparse.ArgumentParser:
         default = "validation" if name == "calibrate" else "test"
         command.add_argument("--split", default=default, help="split of the dataset (%(default)s)")
         command.add_argument("--k", type=float, nargs="+", default=[], help="set sizes besides the model's own")
+        levels = "to compute thresholds for (0.9 0.95 0.99)" if name == "calibrate" else "to report (all recorded)"
+        command.add_argument("--coverage", type=float, nargs="+", metavar="C", help=f"coverage levels {levels}")
+        command.add_argument("--per-class", action="store_true", help="coverage thresholds for each class")
         command.add_argument("--batch-size", type=int, default=64, help="images per forward pass (%(default)s)")
         command.add_argument("--workers", type=int, default=0, help="processes that read images (%(default)s)")
         command.add_argument("--seed", type=int, default=0, help="seed of generated glyphs (%(default)s)")
@@ -55,13 +60,19 @@ def build_parser() -> argparse.ArgumentParser:
             command.add_argument("--push", metavar="REPO", help="upload the folder of --out to the Hub")
         else:
             command.add_argument("--out", help="JSON file to write the metrics to")
+            command.add_argument("--method", choices=METHODS, default="lac", help="how coverage is reached (lac)")
 
     predict = commands.add_parser("predict", help="print the predicted set of each image")
     predict.add_argument("model", help="folder or Hub id of a model")
     predict.add_argument("images", nargs="+", metavar="image", help="image files")
-    predict.add_argument("--k", type=float, help="average set size, one the model is calibrated for (its own k)")
-    predict.add_argument("--lambda-val", type=float, help="threshold to use instead of the calibrated one")
+    predict.add_argument("--k", type=float, help="average set size, in the calibrated range (the model's own k)")
+    predict.add_argument("--coverage", type=float, metavar="C", help="or: hold the true class in this share of images")
+    predict.add_argument("--cumulative", type=float, metavar="P", help="or: the fewest classes with this probability")
+    predict.add_argument("--lambda-val", type=float, help="or: a threshold")
+    predict.add_argument("--method", choices=METHODS, default="lac", help="how coverage is reached (lac)")
+    predict.add_argument("--per-class", action="store_true", help="reach the coverage in every class")
     predict.add_argument("--min-size", type=int, default=1, help="at least this many classes (%(default)s)")
+    predict.add_argument("--max-size", type=int, help="at most this many classes")
     predict.add_argument("--json", action="store_true", help="print JSON")
 
     push = commands.add_parser("push", help="upload a trained model to the Hub")
@@ -127,6 +138,7 @@ def run_train(args: argparse.Namespace) -> None:
 def run_evaluate(args: argparse.Namespace) -> None:
     """`avgk evaluate` and `avgk calibrate`."""
     from .calibrate import evaluate, load_classifier, save_classifier, write_thresholds
+    from .conformal import describe
     from .data import load_splits
     from .hub import push_folder
 
@@ -146,7 +158,17 @@ def run_evaluate(args: argparse.Namespace) -> None:
         raise ValueError(f"the dataset {args.dataset!r} has no split {args.split!r}, only {list(splits)}: --split.")
     name = Path(args.dataset).name if Path(args.dataset).exists() else args.dataset
     metrics = evaluate(
-        model, splits[args.split], args.k, calibrate, args.batch_size, args.workers, name, args.on_bad_image
+        model,
+        splits[args.split],
+        args.k,
+        calibrate,
+        args.batch_size,
+        args.workers,
+        name,
+        args.on_bad_image,
+        args.coverage,
+        "lac" if calibrate else args.method,
+        args.per_class,
     )
     if os.environ.get("RANK", "0") != "0":  # of several processes, started by accelerate or torchrun, the first writes
         return
@@ -161,6 +183,8 @@ def run_evaluate(args: argparse.Namespace) -> None:
     print(text if args.json else "\n".join(f"{name:32}{value:.6g}" for name, value in metrics.items()))
     if calibrate and not args.json:
         print(f"thresholds written to {args.out or args.model}")
+        for level, how in describe(model.config.coverage).items():
+            print(f"coverage {level}: {how}")
     if calibrate and args.push:
         print(push_folder(args.out, args.push))
 
@@ -168,15 +192,18 @@ def run_evaluate(args: argparse.Namespace) -> None:
 def run_predict(args: argparse.Namespace) -> None:
     """`avgk predict`."""
     from .calibrate import load_classifier, model_scores, transform_for
-    from .sets import predict_sets, ranked_sets, stored_threshold
+    from .conformal import answer, check_request
+    from .sets import ranked_sets
 
+    names = ("k", "coverage", "cumulative", "lambda_val", "method", "per_class", "min_size", "max_size")
+    question = {name: getattr(args, name) for name in names}
     model = load_classifier(args.model)
-    lambda_val = stored_threshold(model.config, args.k) if args.lambda_val is None else args.lambda_val
+    check_request(model.config, **question)
     transform = transform_for(model)
     predictions = []
     for path in args.images:
         scores = model_scores(model, transform.image(path)[None], args.k)  # (1, L)
-        classes = ranked_sets(scores, predict_sets(scores, lambda_val, args.min_size))[0]
+        classes = ranked_sets(scores, answer(scores, model.config, **question))[0]
         found = [{"label": model.config.id2label[j], "score": scores[0, j].item()} for j in classes]
         predictions.append({"image": path, "set": found})
     if args.json:

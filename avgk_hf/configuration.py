@@ -14,6 +14,7 @@ from huggingface_hub.dataclasses import strict
 from huggingface_hub.errors import StrictDataclassError
 from transformers import PreTrainedConfig
 
+from .conformal import check_coverage
 from .sets import HEADS, SCORES, check_k, check_thresholds, is_number, k_key, stored_head, stored_threshold
 
 INSTALLED = __name__.startswith("avgk_hf.")  # False where this file was loaded as remote code
@@ -56,7 +57,10 @@ class AvgKConfig(PreTrainedConfig):
         thresholds: {K: lambda_val} of the head that answers, from validation; K as text, lambda_val a plain float.
         heads: {K: head} that answers, as chosen on validation; only for `head="auto"`.
         head_thresholds: {head: {K: lambda_val}} of every head, so that all can be compared on other data.
-        calibration: Where the thresholds come from: number of images, split, dataset, date, training step.
+        coverage: What answers by coverage, from the same images: thresholds by method and level, and what
+            `conformal.coverage_record` says about them; those of the head that answers for `k`.
+        calibration: Where the thresholds come from: number of images, split, dataset, date, training step; and
+            `curve`, the trade-off on these images (`sets.SetStatistics.curve`).
         train_counts: Training images of each class, for the few / medium / many shot means.
 
     Example:
@@ -85,6 +89,7 @@ class AvgKConfig(PreTrainedConfig):
     thresholds: dict[str, float | int] = field(default_factory=dict)
     heads: dict[str, str] = field(default_factory=dict)
     head_thresholds: dict[str, dict[str, float | int]] = field(default_factory=dict)
+    coverage: dict[str, Any] = field(default_factory=dict)
     calibration: dict[str, Any] | None = None
     train_counts: list[int] | None = None
 
@@ -119,6 +124,7 @@ class AvgKConfig(PreTrainedConfig):
             if head not in HEADS:
                 raise ValueError(f"config.head_thresholds has the key {head!r}; choose among {list(HEADS)}.")
             check_thresholds(thresholds, self.num_labels, self.score, f"head_thresholds[{head!r}]")
+        check_coverage(self.coverage, self.num_labels, self.score)
         if self.head == "auto":
             for key in self.thresholds:
                 if self.heads.get(key) not in HEADS:
@@ -130,7 +136,7 @@ class AvgKConfig(PreTrainedConfig):
         stored = len(config_dict.get("id2label") or {})
         wanted = len(kwargs["id2label"]) if "id2label" in kwargs else kwargs.get("num_labels", stored)
         if stored and wanted != stored:
-            stale = ("thresholds", "heads", "head_thresholds", "calibration", "train_counts")
+            stale = ("thresholds", "heads", "head_thresholds", "coverage", "calibration", "train_counts")
             config_dict = {name: value for name, value in config_dict.items() if name not in stale}
         try:
             return super().from_dict(config_dict, **kwargs)
@@ -177,6 +183,7 @@ class AvgKConfig(PreTrainedConfig):
         record: dict[str, Any],
         heads: dict[float, str] | None = None,
         head_thresholds: dict[str, dict[float, float]] | None = None,
+        coverage: dict[str, Any] | None = None,
     ) -> None:
         """Store what a calibration found.
 
@@ -185,15 +192,17 @@ class AvgKConfig(PreTrainedConfig):
             record: Where they come from.
             heads: {K: head} that was chosen, for `head="auto"`.
             head_thresholds: {head: {K: lambda_val}} of every head.
+            coverage: What `conformal.coverage_record` made of the same images.
         """
         self.heads = {k_key(k): head for k, head in sorted((heads or {}).items())}
         self.thresholds = _plain(thresholds)
         self.head_thresholds = {head: _plain(values) for head, values in (head_thresholds or {}).items()}
+        self.coverage = coverage or {}
         self.calibration = record
 
     def clear_calibration(self) -> None:
         """Forget the thresholds, because the weights or the classes they belong to have changed."""
-        self.thresholds, self.heads, self.head_thresholds, self.calibration = {}, {}, {}, None
+        self.thresholds, self.heads, self.head_thresholds, self.coverage, self.calibration = {}, {}, {}, {}, None
 
 
 def _readable(init: Any) -> Any:

@@ -10,6 +10,7 @@ from huggingface_hub import EvalResult, ModelCard, ModelCardData
 from transformers import TrainerCallback
 
 from .configuration import AvgKConfig, read_json
+from .conformal import describe
 from .modeling import check_folder
 from .sets import k_key
 
@@ -134,6 +135,9 @@ def render_card(
         method=CALIBRATED if calibrated_only else METHODS[config.objective],
         dataset=_text(dataset or "not stated"),
         hyperparameters={_text(name): _text(value) for name, value in hyperparameters.items()},
+        curve=_curve((config.calibration or {}).get("curve")),
+        levels=_levels(getattr(config, "coverage", None) or {}, metrics),
+        measured=any(name.startswith("coverage_") for name in metrics),
     )
 
 
@@ -206,6 +210,36 @@ def _row(k: str, suffix: str, metrics: dict[str, float]) -> dict[str, str]:
         "lambda_val": f"{metrics['lambda_val' + suffix]:.6f}",
         **{name: percent(f"{name}_shot_accuracy") for name in ("few", "medium", "many")},
     }
+
+
+def _curve(rows: list[list[float]] | None) -> list[dict[str, str]]:
+    """The trade-off curve of a calibration, as text."""
+    return [
+        {
+            "k": f"{k:g}",
+            "size": f"{size:.2f}",
+            "coverage": _percent(coverage),
+            "topk": _percent(topk),
+            "lambda_val": f"{lambda_val:.6f}",
+        }
+        for k, lambda_val, size, coverage, topk in rows or []
+    ]
+
+
+def _levels(record: dict[str, Any], metrics: dict[str, float]) -> list[dict[str, str]]:
+    """The coverage levels that can be asked for, and what was reached where it was measured."""
+    rows = []
+    for level, methods in describe(record).items():
+        reached = metrics.get(f"coverage_{level}")
+        rows.append(
+            {
+                "asked": level,
+                "methods": methods,
+                "coverage": "–" if reached is None else _percent(reached),
+                "size": "–" if reached is None else f"{metrics[f'coverage_{level}_size']:.2f}",
+            }
+        )
+    return rows
 
 
 def _text(value: Any) -> str:

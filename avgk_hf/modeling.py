@@ -25,13 +25,14 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_IMAGE_CLASSIFICATIO
 from transformers.utils import ModelOutput
 
 from .configuration import AvgKConfig, read_json
+from .conformal import answer, check_request
 from .densenet import densenet40_40_cifar  # noqa: F401  (so that timm knows it)
 from .pipeline import AverageKImageClassificationPipeline  # noqa: F401  (so that it travels with this file)
-from .sets import check_k, head_scores, predict_sets, ranked_sets
+from .sets import check_k, head_scores, ranked_sets
 
 ALIGNMENT = 64  # bytes, as torch allocates
 # what a saved model carries as remote code
-CODE = ("configuration.py", "densenet.py", "modeling.py", "pipeline.py", "sets.py")
+CODE = ("configuration.py", "conformal.py", "densenet.py", "modeling.py", "pipeline.py", "sets.py")
 ENCODER = "returns many vectors for an image, not one; take the model of the same name without `_enc`"
 UNSUPPORTED = {  # timm models, as patterns, and why they are refused
     "deepseek_vit_*_enc": ENCODER,
@@ -349,19 +350,20 @@ class AvgKForImageClassification(PreTrainedModel):
         return head_scores(output.logits, output.sccp_logits, head, self.config.score)
 
     def predict_sets(
-        self, pixel_values: Tensor, k: float | None = None, lambda_val: float | None = None, min_size: int = 0
+        self, pixel_values: Tensor, k: float | None = None, lambda_val: float | None = None, **question: Any
     ) -> list[list[int]]:
         """The predicted set of each image: class ids, best first.
 
         Args:
             pixel_values: Images (B, C, H, W).
-            k: Average set size, one that was calibrated; default `config.k`.
+            k: Average set size, in the range that was calibrated; default `config.k`.
             lambda_val: Threshold to use instead of the calibrated one.
-            min_size: At least this many classes for each image; 0 allows empty sets.
+            question: Other questions and bounds, as in `conformal.answer`: `coverage` with `method` and `per_class`,
+                `cumulative`, `min_size` (0: sets may be empty), `max_size`.
         """
-        lambda_val = self.config.threshold(k) if lambda_val is None else lambda_val
+        check_request(self.config, k=k, lambda_val=lambda_val, **question)
         scores = self.scores(pixel_values, k)
-        return ranked_sets(scores, predict_sets(scores, lambda_val, min_size))
+        return ranked_sets(scores, answer(scores, self.config, k=k, lambda_val=lambda_val, **question))
 
     def drop_sccp_head(self) -> "AvgKForImageClassification":
         """Remove the SCCP head, which only training needs, and return the model."""

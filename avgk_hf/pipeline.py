@@ -4,7 +4,6 @@ Like the model, this file travels with a saved model as remote code.
 """
 
 import base64
-from collections.abc import Iterable
 from io import BytesIO
 from pathlib import Path
 from typing import Any
@@ -15,7 +14,8 @@ from PIL import Image, ImageOps
 from transformers import Pipeline
 from transformers.image_utils import load_image
 
-from .sets import head_scores, predict_sets, ranked_sets, stored_head, stored_threshold
+from .conformal import answer, check_request
+from .sets import head_scores, ranked_sets, stored_head
 
 TASK = "average-k-image-classification"
 MOST_ELONGATED = 200  # longer side to shorter; resizing the shorter side of a thinner image can take all memory
@@ -28,9 +28,13 @@ class AverageKImageClassificationPipeline(Pipeline):
     Call it with one image (path, URL or Pillow image) or several (list, generator, dataset). The answer for an image
     is a list of `{"label", "score"}`, best first, as long as the image needs.
 
-    Args of a call:
-        k: Average set size, one of those calibrated; default the model's own.
+    Args of a call, of the first four one at most; those of a call take the place of those of the pipeline:
+        k: Average set size, in the calibrated range; default the model's own.
+        coverage: Share of images whose set is to hold the true class, one of those calibrated.
+        cumulative: The fewest best classes whose probabilities sum to this.
         lambda_val: Threshold to use instead of the calibrated one.
+        method: How coverage is reached: `"lac"` (default), `"aps"` or `"raps"`.
+        per_class: Reach the coverage in every class.
         min_size: At least this many classes (default 1).
         max_size: At most this many classes (default: no limit).
         timeout: Seconds to wait for an image from the web.
@@ -54,9 +58,8 @@ class AverageKImageClassificationPipeline(Pipeline):
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
-        # an uncalibrated model is refused here, before any image is read
-        if "lambda_val" not in self._postprocess_params:
-            stored_threshold(self.model.config, self._postprocess_params.get("k"))
+        # a question that the model cannot answer is refused here, before any image is read
+        check_request(self.model.config, **{"min_size": 1, **self._postprocess_params})
 
     def _sanitize_parameters(
         self,
@@ -65,10 +68,19 @@ class AverageKImageClassificationPipeline(Pipeline):
         min_size: int | None = None,
         max_size: int | None = None,
         timeout: float | None = None,
+        coverage: float | None = None,
+        cumulative: float | None = None,
+        method: str | None = None,
+        per_class: bool | None = None,
     ) -> tuple[dict[str, Any], dict[str, Any], dict[str, Any]]:
-        answer = {"k": k, "lambda_val": lambda_val, "min_size": min_size, "max_size": max_size}
-        answer = {name: value for name, value in answer.items() if value is not None}
-        return {} if timeout is None else {"timeout": timeout}, {}, answer
+        question = {"k": k, "coverage": coverage, "cumulative": cumulative, "lambda_val": lambda_val}
+        if all(value is None for value in question.values()):
+            question = {}
+        else:  # all of it, so that a question of a call takes the place of the pipeline's own
+            question |= {"method": method or "lac", "per_class": bool(per_class)}
+        details = {"method": method, "per_class": per_class, "min_size": min_size, "max_size": max_size}
+        details = {name: value for name, value in details.items() if value is not None}
+        return {} if timeout is None else {"timeout": timeout}, {}, {**question, **details}
 
     def __call__(self, inputs: Any, **kwargs: Any) -> Any:
         """The sets of one image or of several; a dataset is read from its column `image`."""
@@ -89,25 +101,16 @@ class AverageKImageClassificationPipeline(Pipeline):
         return self.model(**model_inputs)
 
     def postprocess(
-        self,
-        model_outputs: Any,
-        k: float | None = None,
-        lambda_val: float | None = None,
-        min_size: int = 1,
-        max_size: int | None = None,
+        self, model_outputs: Any, k: float | None = None, min_size: int = 1, **question: Any
     ) -> list[dict[str, Any]]:
         """The set of one image."""
         config = self.model.config
-        for name, size in (("min_size", min_size), ("max_size", max_size)):
-            if size is not None and (isinstance(size, bool) or not isinstance(size, int) or size < 0):
-                raise ValueError(f"{name}={size!r} must be a whole number of classes, e.g. `{name}=3`.")
-        if max_size is not None and max_size < min_size:
-            raise ValueError(f"max_size={max_size} is below min_size={min_size}: no set can have such a size.")
-        threshold = stored_threshold(config, k) if lambda_val is None else lambda_val
+        question = {"k": k, "min_size": min_size, **question}
+        check_request(config, **question)
         scores = head_scores(
             model_outputs["logits"], model_outputs.get("sccp_logits"), stored_head(config, k), config_score(config)
         )
-        classes: Iterable[int] = ranked_sets(scores, predict_sets(scores, threshold, min_size))[0][:max_size]
+        classes = ranked_sets(scores, answer(scores, config, **question))[0]
         return [{"label": config.id2label[j], "score": scores[0, j].item()} for j in classes]
 
 

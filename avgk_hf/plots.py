@@ -150,6 +150,30 @@ def accuracy_curve(curves: dict[str, dict[float, float]], path: str | Path) -> N
     _save(figure, path)
 
 
+def tradeoff_curve(curves: dict[str, Sequence[Sequence[float]]], path: str | Path) -> None:
+    """Coverage against mean set size on validation, sets beside top-K, two lines for each run.
+
+    Args:
+        curves: For each run, rows as `SetStatistics.curve` gives them: K, lambda_val, size, coverage, top-K accuracy.
+        path: PNG or SVG to write.
+    """
+    plt = _pyplot()
+    figure, axis = plt.subplots(figsize=(7, 3.8))
+    for i, (name, rows) in enumerate(curves.items()):
+        style, marker = LINES[i % len(LINES)]
+        look = {"linestyle": style, "markersize": 4, "color": str(0.15 * (i % 4))}
+        axis.plot([row[2] for row in rows], [100 * row[3] for row in rows], marker=marker,
+                  label=f"{_short(name, 60)}, sets", **look)  # fmt: skip
+        whole = [row for row in rows if float(row[0]).is_integer()]
+        axis.plot([row[0] for row in whole], [100 * row[4] for row in whole], marker=marker, markerfacecolor="white",
+                  label=f"{_short(name, 60)}, top-K", alpha=0.6, **look)  # fmt: skip
+    axis.set(xlabel="classes in a set, mean on validation", ylabel="sets with the true class (%)")
+    axis.grid(alpha=0.3)
+    axis.legend(frameon=False)
+    figure.tight_layout()
+    _save(figure, path)
+
+
 def accuracy_intervals(
     curves: dict[str, Sequence[dict[str, Any]]], path: str | Path, limits: dict[str, dict[float, float]] | None = None
 ) -> None:
@@ -249,8 +273,8 @@ def sweep_curve(points: Sequence[dict[str, Any]], name: str, path: str | Path) -
 def plot_runs(runs: Sequence[str | Path], out: str | Path, formats: Sequence[str] = ("png", "svg")) -> list[Path]:
     """All pictures of one or more runs of `avgk train`, from their models and their data.
 
-    Thresholds for K = 1 to 20 are computed on validation in memory; the runs themselves are not changed. The numbers
-    behind the accuracy curve are written beside it.
+    The trade-off is drawn as the calibration recorded it. Thresholds for K = 1 to 20 are computed on validation in
+    memory; the runs themselves are not changed. The numbers behind the accuracy curve are written beside it.
 
     Args:
         runs: Folders of runs.
@@ -266,7 +290,7 @@ def plot_runs(runs: Sequence[str | Path], out: str | Path, formats: Sequence[str
     if len(set(names)) < len(names):
         names = [str(run).strip("/").replace("/", "-") for run in runs]
     loaded: dict[str, Any] = {}
-    sizes, curves, files = {}, {}, []
+    sizes, curves, tradeoffs, files = {}, {}, {}, []
 
     def draw(name: str, picture: Any, *arguments: Any) -> None:
         for ending in formats:
@@ -289,12 +313,16 @@ def plot_runs(runs: Sequence[str | Path], out: str | Path, formats: Sequence[str
             )
         splits = loaded[key]
         model = AvgKForImageClassification.from_pretrained(run)
+        tradeoffs[name] = (model.config.calibration or {}).get("curve")  # before the curve against K calibrates anew
         draw(f"contact_sheet_{name}", model_sheet, model, splits[data["test_split"]])
         draw(f"set_sizes_by_shot_{name}", set_size_histogram, _by_shot(results["set_sizes"]))
         sizes[name] = results["set_sizes"]["all"]
         curves[name] = _curve(model, splits[data["validation_split"]], splits[data["test_split"]])
     draw("set_sizes", set_size_histogram, sizes)
     draw("accuracy_against_k", accuracy_curve, curves)
+    tradeoffs = {name: curve for name, curve in tradeoffs.items() if curve}
+    if tradeoffs:  # earlier versions did not record it
+        draw("tradeoff", tradeoff_curve, tradeoffs)
     files.append(out / "accuracy_against_k.json")
     files[-1].write_text(json.dumps(curves, indent=2) + "\n")
     return files

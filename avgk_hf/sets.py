@@ -18,7 +18,7 @@ Example:
 """
 
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 import numpy as np
@@ -317,13 +317,14 @@ class AverageKThreshold:
 
     def compute(self) -> dict[float, float]:
         """The thresholds {K: lambda_val}, each a Python float that is exact in float32."""
-        return {k: lambda_val for k, (lambda_val, _) in self._compute().items()}
+        return {k: lambda_val for k, (lambda_val, _) in self.points(self.ks).items()}
 
     def mean_set_sizes(self) -> dict[float, float]:
         """The mean size {K: size} of the sets on the images seen; above K only where scores tie at lambda_val."""
-        return {k: size for k, (_, size) in self._compute().items()}
+        return {k: size for k, (_, size) in self.points(self.ks).items()}
 
-    def _compute(self) -> dict[float, tuple[float, float]]:
+    def points(self, ks: Iterable[float]) -> dict[float, tuple[float, float]]:
+        """{K: (lambda_val, mean set size)} of any K up to the largest of `self.ks`, at no further cost."""
         if self.num_seen != self.num_examples:
             raise ValueError(
                 f"{self.num_seen} images were given, but num_examples={self.num_examples} were announced: the"
@@ -331,7 +332,7 @@ class AverageKThreshold:
             )
         ordered = self._largest_first()
         result = {}
-        for k in self.ks:
+        for k in ks:
             rank = round(k * self.num_examples)
             if rank + 1 > len(ordered):
                 raise ValueError(
@@ -372,12 +373,12 @@ def average_k_threshold(scores: Tensor | np.ndarray, k: float) -> float:
     return stream.compute()[k]
 
 
-def predict_sets(scores: Tensor | np.ndarray, lambda_val: float, min_size: int = 0) -> Tensor:
+def predict_sets(scores: Tensor | np.ndarray, lambda_val: float | list[float], min_size: int = 0) -> Tensor:
     """The predicted sets {j : score_j >= lambda_val} as a boolean mask (n, L).
 
     Args:
         scores: (n, L), read as float32.
-        lambda_val: The threshold from validation.
+        lambda_val: The threshold from validation, or a list of one for each class.
         min_size: At least this many classes for each image, the best ones; 0 allows empty sets.
 
     Example:
@@ -386,7 +387,9 @@ def predict_sets(scores: Tensor | np.ndarray, lambda_val: float, min_size: int =
                 [ True, False]])
     """
     scores = _score_matrix(scores).float()
-    if not is_number(lambda_val):
+    if isinstance(lambda_val, list) and len(lambda_val) != scores.shape[1]:
+        raise ValueError(f"{len(lambda_val)} thresholds for {scores.shape[1]} classes: give one, or one for each.")
+    if not all(map(is_number, lambda_val if isinstance(lambda_val, list) else [lambda_val])):
         raise ValueError(f"lambda_val={lambda_val!r} is not a number; take it from `average_k_threshold(scores, k)`.")
     if isinstance(min_size, bool) or not isinstance(min_size, int) or not 0 <= min_size <= scores.shape[1]:
         raise ValueError(
@@ -395,6 +398,8 @@ def predict_sets(scores: Tensor | np.ndarray, lambda_val: float, min_size: int =
     if scores.isnan().any():
         row = scores.isnan().any(1).nonzero()[0].item()
         raise ValueError(f"NaN among the scores of image {row}: NaN is in no set. Check the logits of the model.")
+    if isinstance(lambda_val, list):
+        lambda_val = torch.tensor(lambda_val, dtype=torch.float32, device=scores.device)  # (L,)
     sets = scores >= lambda_val  # (n, L)
     if min_size:
         sets.scatter_(-1, scores.topk(min_size, dim=-1).indices, True)
@@ -405,6 +410,23 @@ def ranked_sets(scores: Tensor, sets: Tensor) -> list[list[int]]:
     """The classes of each set, best first, from scores (n, L) and a mask (n, L)."""
     order = scores.masked_fill(~sets, -math.inf).argsort(dim=-1, descending=True, stable=True).tolist()
     return [row[:size] for row, size in zip(order, sets.sum(-1).tolist(), strict=True)]
+
+
+def ranked_mass(scores: Tensor) -> tuple[Tensor, Tensor]:
+    """The classes (n, L) of each image, best first, and the share of all scores up to each of them, (n, L).
+
+    Sums are taken in double precision, where the many that are close to 1 can still be told apart, and divided by that
+    of all classes: rounding must not decide whether the last class is in a set. Equal scores are ordered by class id.
+
+    Example:
+        >>> order, mass = ranked_mass(torch.tensor([[0.25, 0.5, 0.25]]))
+        >>> order.tolist(), mass.tolist()
+        ([[1, 0, 2]], [[0.5, 0.75, 1.0]])
+    """
+    wide = torch.float32 if scores.device.type == "mps" else torch.float64
+    ordered, order = scores.sort(dim=-1, descending=True, stable=True)
+    mass = ordered.to(wide).cumsum(-1)
+    return order, mass / mass[..., -1:]
 
 
 class SetStatistics:
@@ -418,6 +440,8 @@ class SetStatistics:
         num_examples: n, the number of images that will be seen.
         thresholds: {K: lambda_val}, or None to calibrate.
         train_counts: Number of training images of each class, for the few / medium / many shot means.
+        mass: Whether to keep of every image what the scores from the best class to the true one sum to.
+        questions: {name: function from scores (b, L) to sets (b, L)}, whose sets are counted besides; see `answers`.
 
     Example:
         >>> scores = torch.tensor([[0.9, 0.1, 0.0], [0.5, 0.4, 0.1]])
@@ -434,7 +458,10 @@ class SetStatistics:
         num_examples: int,
         thresholds: Mapping[float, float] | None = None,
         train_counts: Iterable[int] | None = None,
+        mass: bool = False,
+        questions: Mapping[str, Callable[[Tensor], Tensor]] | None = None,
     ) -> None:
+        self.mass, self.questions = mass, dict(questions or {})
         self.ks = [check_k(k) for k in ks]
         if thresholds is not None:
             for k in self.ks:
@@ -466,6 +493,11 @@ class SetStatistics:
         lower = torch.arange(scores.shape[1], device=scores.device) < labels[:, None]  # (b, L)
         ahead = (scores > own) | ((scores == own) & lower)
         new = {"label": labels, "true": own[:, 0], "best": scores.amax(1), "rank": ahead.sum(1)}
+        if self.mass:
+            new["mass"] = ranked_mass(scores)[1].gather(1, new["rank"][:, None])[:, 0]
+        for name, sets_of in self.questions.items():
+            sets = sets_of(scores)  # (b, L)
+            new[f"{name} size"], new[f"{name} hit"] = sets.sum(1), sets.gather(1, labels[:, None])[:, 0].long()
         if self.stream is not None:
             self.stream.update(scores)
         elif new["best"].isnan().any():
@@ -488,24 +520,66 @@ class SetStatistics:
             types = {"label": torch.int64, "true": torch.float32, "best": torch.float32, "rank": torch.int64}
             if self.stream is None:
                 types |= {k_key(k): torch.int64 for k in self.ks}  # set sizes
+            if self.mass:
+                types["mass"] = torch.float32 if torch.device(device).type == "mps" else torch.float64
+            types |= {f"{name} {what}": torch.int64 for name in self.questions for what in ("size", "hit")}
             self._columns = {
                 name: torch.zeros(self.num_examples, dtype=dtype, device=device) for name, dtype in types.items()
             }
         return self._columns
 
-    def _column(self, name: str) -> np.ndarray:
+    def column(self, name: str) -> np.ndarray:
+        """One of `columns`, (n,), for the images seen."""
         return self._columns[name][: self.num_seen].cpu().numpy()
 
     @property
     def labels(self) -> np.ndarray:
         """The true classes (n,) of the images seen."""
-        return self._column("label")
+        return self.column("label")
 
     def set_sizes(self, k: float) -> np.ndarray:
         """The set size (n,) of every image seen; known when the thresholds were given."""
         if self.stream is not None:
             raise ValueError("set sizes per image are known only with given thresholds: evaluate after calibrating.")
-        return self._column(k_key(k))
+        return self.column(k_key(k))
+
+    def answers(self) -> dict[str, dict[str, float]]:
+        """For every question: `coverage`, the share of the sets with the true class, and `size`, their mean size.
+
+        `worst_class` is the coverage of the class that is covered least, `mean_class` the mean over the classes.
+
+        Example:
+            >>> stats = SetStatistics([1], 2, {1: 0.5}, questions={"best": lambda p: p == p.amax(1)[:, None]})
+            >>> stats.update(torch.tensor([[0.9, 0.1], [0.6, 0.4]]), torch.tensor([0, 1]))
+            >>> stats.answers()
+            {'best': {'coverage': 0.5, 'size': 1.0, 'worst_class': 0.0, 'mean_class': 0.5}}
+        """
+        seen = np.bincount(self.labels, minlength=self.num_labels)
+        found = {}
+        for name in self.questions:
+            hit = self.column(f"{name} hit")
+            by_class = np.bincount(self.labels, weights=hit, minlength=self.num_labels)[seen > 0] / seen[seen > 0]
+            found[name] = {
+                "coverage": float(hit.mean()),
+                "size": float(self.column(f"{name} size").mean()),
+                "worst_class": float(by_class.min()),
+                "mean_class": float(by_class.mean()),
+            }
+        return found
+
+    def curve(self) -> list[list[float]]:
+        """The trade-off on the images that calibrate: rows of K, lambda_val, mean size, coverage, top-K accuracy.
+
+        K runs from 1 to the largest that is calibrated, 12 values at most. Coverage is the share of images whose set
+        holds the true class, the average-K accuracy; top-K accuracy is that of the best classes, as many for every
+        image as K allows.
+        """
+        true_scores, ranks = self.column("true"), self.column("rank")
+        rows = []
+        for k, (lambda_val, size) in self.stream.points(curve_ks(max(self.ks))).items():
+            coverage, topk = (true_scores >= np.float32(lambda_val)).mean(), (ranks < int(k)).mean()
+            rows.append([k, lambda_val, size, float(coverage), float(topk)])
+        return rows
 
     def compute(self) -> dict[float, dict[str, float]]:
         """For every K: lambda_val, the accuracies, and the sizes of the sets."""
@@ -513,8 +587,8 @@ class SetStatistics:
             raise ValueError("no images were evaluated; is the dataset empty?")
         thresholds = self.stream.compute() if self.stream is not None else self.thresholds
         calibrated_sizes = self.stream.mean_set_sizes() if self.stream is not None else None
-        labels, true_scores = self.labels, self._column("true")
-        best_scores, ranks = self._column("best"), self._column("rank")
+        labels, true_scores = self.labels, self.column("true")
+        best_scores, ranks = self.column("best"), self.column("rank")
         results = {}
         for k in self.ks:
             lambda_val = thresholds[k]
@@ -530,6 +604,17 @@ class SetStatistics:
                 **class_means(correct, labels, self.num_labels, self.train_counts),
             }
         return results
+
+
+def curve_ks(largest: float, most: int = 11) -> list[float]:
+    """K from 1 to the largest in even, round steps, `most` and the largest itself.
+
+    >>> curve_ks(3), len(curve_ks(10)), curve_ks(20)[-2:]
+    ([1.0, 1.2, 1.4, 1.6, 1.8, 2.0, 2.2, 2.4, 2.6, 2.8, 3.0], 10, [19.0, 20.0])
+    """
+    steps = (round(a * 10.0**b, 9) for b in range(-3, 10) for a in (1, 2, 2.5, 5))
+    step = next(step for step in steps if 1 + step * (most - 1) >= largest)
+    return sorted({*(k for k in (round(1 + i * step, 6) for i in range(most)) if k <= largest), float(largest)})
 
 
 def _check_lambda(lambda_val: Any, k: float) -> None:
@@ -628,32 +713,72 @@ def check_thresholds(thresholds: Any, num_labels: int, kind: str, field: str = "
 def stored_threshold(config: Any, k: float | None = None) -> float:
     """lambda_val of `k` (default: the config's own `k`) that a calibration wrote to a model's config.
 
-    Any classifier can hold thresholds, so this reads the config of any class.
+    Exact for the K that were calibrated. Between two of them, K_1 < K < K_2 of the same head, it is interpolated, for
+    probabilities as a power of K and for logits linearly in log K (logits are log-probabilities up to a constant):
+
+        t = log(K / K_1) / log(K_2 / K_1),    log lambda = (1 - t) log lambda_1 + t log lambda_2,
+
+    which decreases with K as lambda_val does. Beyond the calibrated range it is refused. Any classifier can hold
+    thresholds, so this reads the config of any class.
+
+    Example:
+        >>> from types import SimpleNamespace
+        >>> config = SimpleNamespace(num_labels=10, thresholds={"1": 0.4, "4": 0.1})
+        >>> stored_threshold(config, 4), round(stored_threshold(config, 2), 6)
+        (0.1, 0.2)
     """
     thresholds = getattr(config, "thresholds", None) or {}
+    kind = getattr(config, "score", "softmax")
     if not thresholds:
         raise ValueError(
             "this model has no thresholds, so it cannot predict sets: calibrate it on validation images with"
             " `trainer.evaluate()`, or with `avgk calibrate MODEL DATASET`."
         )
-    check_thresholds(thresholds, config.num_labels, getattr(config, "score", "softmax"))  # only ours does by itself
+    check_thresholds(thresholds, config.num_labels, kind)  # only ours does by itself
     k = check_k(_own_k(config) if k is None else k, config.num_labels)
-    if k_key(k) not in thresholds:
+    if k_key(k) not in thresholds and getattr(config, "head", "ml") == "auto":
+        head = _nearest_head(config, k)  # thresholds of different heads must not be mixed
+        own = {key: lambda_val for key, lambda_val in thresholds.items() if config.heads[key] == head}
+        thresholds = {**(config.head_thresholds.get(head) or {}), **own}
+    return interpolated(thresholds, k, kind)
+
+
+def interpolated(thresholds: Mapping[str, float], k: float, kind: str = "softmax") -> float:
+    """lambda_val of `k` from the thresholds {K as text: lambda_val} of one head, as `stored_threshold` defines it."""
+    if k_key(k) in thresholds:
+        return float(thresholds[k_key(k)])
+    known = sorted(map(float, thresholds))
+    if not known[0] < k < known[-1]:
         raise ValueError(
             f"no threshold is stored for k={k_key(k)}; this model is calibrated for k in"
-            f" {', '.join(sorted(thresholds, key=float))}. Ask for one of these, or calibrate again with"
+            f" {', '.join(map(k_key, known))}, and for what lies in between. Ask for one in"
+            f" [{k_key(known[0])}, {k_key(known[-1])}], or calibrate again with"
             f" `avgk calibrate MODEL DATASET --k {k_key(k)}`."
         )
-    return float(thresholds[k_key(k)])
+    above = next(size for size in known if size > k)
+    below = known[known.index(above) - 1]
+    low, high = float(thresholds[k_key(above)]), float(thresholds[k_key(below)])
+    t = math.log(k / below) / math.log(above / below)
+    if kind == "logit" or low <= 0:  # the logarithm of a probability that has become 0 would end all interpolation
+        return (1 - t) * high + t * low
+    return math.exp((1 - t) * math.log(high) + t * math.log(low))
 
 
 def stored_head(config: Any, k: float | None = None) -> str:
-    """The head that answers for `k`; a classifier with one head answers with that."""
+    """The head that answers for `k`; a classifier with one head answers with that.
+
+    With `head="auto"` a K between those that were calibrated is answered by the head of the nearest, the smaller one
+    of two. Questions other than by K are answered by the head of the model's own K.
+    """
     head = getattr(config, "head", "ml")
     if head != "auto":
         return head
     stored_threshold(config, k)  # refuses where nothing was calibrated, so nothing chosen
-    return config.heads[k_key(_own_k(config) if k is None else k)]
+    return _nearest_head(config, _own_k(config) if k is None else k)
+
+
+def _nearest_head(config: Any, k: float) -> str:
+    return config.heads[min(config.heads, key=lambda key: (abs(float(key) - k), float(key)))]
 
 
 def _own_k(config: Any) -> float:

@@ -191,6 +191,7 @@ def parse_recipe(arguments: list[str]) -> Arguments:
     for name, value in recipe.items():
         _check_value(str(name), value, path)
     parser = _Parser(blocks, allow_abbrev=False)
+    next(action for action in parser._actions if action.dest == "calibrate_coverage").nargs = "*"  # empty for none
     parsed = parser.parse_args_into_dataclasses([*_as_flags(recipe), *overrides], look_for_args_file=False)
     best = parsed[2].metric_for_best_model
     if best and best.removeprefix("eval_").partition("@")[0] not in METRICS:
@@ -240,15 +241,16 @@ def _check_value(name: str, value: Any, path: Path) -> None:
         raise ValueError(f"{name}={value!r} is a {type(value).__name__}, but takes one value; {remedy}.")
     if name in own and own[name].type in (str, str | None) and name != "model_args" and isinstance(value, bool):
         raise ValueError(f"{name}={value!r} must be text, not a truth value; {remedy}, with quotes if it is a name.")
-    if name == "calibrate_k" and not isinstance(value, (list, int, float, str, type(None))):
-        raise ValueError(f"{name}={value!r} must be a list of numbers, e.g. `{name}: [1, 2, 5]`.")
+    if name in ("calibrate_k", "calibrate_coverage") and not isinstance(value, (list, int, float, str, type(None))):
+        example = "[1, 2, 5]" if name == "calibrate_k" else "[0.9, 0.95]"
+        raise ValueError(f"{name}={value!r} must be a list of numbers, e.g. `{name}: {example}`.")
 
 
 def _as_flags(recipe: dict[str, Any]) -> list[str]:
     """The recipe as command line arguments, so that one parser checks both."""
     flags = []
     for name, value in recipe.items():
-        if value is None or value == []:
+        if value is None or (value == [] and name != "calibrate_coverage"):
             continue
         if isinstance(value, list):
             flags += [f"--{name}", *(json.dumps(item) if isinstance(item, bool) else str(item) for item in value)]

@@ -31,6 +31,7 @@ from transformers.trainer_utils import (
 from transformers.utils import logging
 
 from .configuration import AvgKConfig
+from .conformal import answer, coverage_record, enough_images, level_key, stored_coverage
 from .data import class_counts
 from .data.transforms import ImageTransform
 from .hub import push_folder
@@ -47,7 +48,7 @@ from .runs import (
     last_checkpoint,
     where_to_go_on,
 )
-from .sets import HEADS, SetStatistics, all_scores, check_k, k_key, predict_sets, ranked_sets
+from .sets import HEADS, SetStatistics, all_scores, check_k, interpolated, k_key, ranked_sets
 from .training_args import AvgKTrainingArguments
 
 logger = logging.get_logger(__name__)
@@ -323,11 +324,18 @@ class AvgKTrainer(Trainer):
             ks, thresholds = self.ks, dict.fromkeys(heads)
         else:
             config.threshold()  # refuses an uncalibrated model, and says what to do
-            ks = [k for k in self.ks if k_key(k) in config.thresholds]
+            known = [float(key) for key in config.thresholds]
+            ks = [k for k in self.ks if min(known) <= k <= max(known)]
             stored = config.head_thresholds or {config.head_for(): config.thresholds}
-            thresholds = {head: {k: stored[head][k_key(k)] for k in ks} for head in heads if head in stored}
+            thresholds = {
+                head: {k: interpolated(stored[head], k, config.score) for k in ks} for head in heads if head in stored
+            }
+        # by coverage answers the head of the model's own K, which with "auto" is known after the calibration
+        asked = self._questions(num_examples)
+        needed = heads if self._calibrating and config.head == "auto" else (config.head_for(),)
         self._statistics = {
-            head: SetStatistics(ks, num_examples, given, config.train_counts) for head, given in thresholds.items()
+            head: SetStatistics(ks, num_examples, given, config.train_counts, **(asked if head in needed else {}))
+            for head, given in thresholds.items()
         }
         self._sets: list[tuple[int, list[list[int]]]] | None = [] if description == "Prediction" else None
         self._next = rank() * self.args.eval_batch_size  # position of the next image in the dataset
@@ -343,6 +351,24 @@ class AvgKTrainer(Trainer):
             sets = [of_image for _, batch in sorted(gather_list(self._sets)) for of_image in batch]
             output = output._replace(predictions=sets, label_ids=self.statistics().labels if self._labelled else None)
         return output
+
+    def _questions(self, num_examples: int) -> dict[str, Any]:
+        """What an evaluation collects for coverage: in calibrating the sums that APS needs, else sets to count."""
+        config, args = self.model.config, self.args
+        if self._calibrating:
+            for level in args.calibrate_coverage:
+                if num_examples < enough_images(level):
+                    logger.warning_once(
+                        f"coverage {level_key(level)} takes {enough_images(level)} validation images at least, and"
+                        f" there are {num_examples}: no threshold is computed for it."
+                    )
+            return {"mass": config.score == "softmax" and bool(args.calibrate_coverage)}
+        how = {"method": args.coverage_method, "per_class": args.calibrate_per_class}
+        recorded = config.coverage.get("per_class" if how["per_class"] else how["method"], {})
+        levels = [level for level in args.calibrate_coverage if level_key(level) in recorded]
+        for level in levels:
+            stored_coverage(config, level, **how)
+        return {"questions": {level_key(c): partial(answer, config=config, coverage=c, **how) for c in levels}}
 
     def _get_dataloader(self, dataset: Dataset, *args: Any, is_training: bool = False, **kwargs: Any) -> DataLoader:
         """As in `Trainer`; evaluation sees every image once, where training fills up and may drop batches."""
@@ -375,8 +401,8 @@ class AvgKTrainer(Trainer):
         except ValueError as error:
             raise NotFinite(f"batch {first // self.args.eval_batch_size} of the evaluation: {error}") from None
         if self._sets is not None:
-            answer = scores[config.head_for()]
-            self._sets.append((first, ranked_sets(answer, predict_sets(answer, config.threshold()))))
+            own = scores[config.head_for()]
+            self._sets.append((first, ranked_sets(own, answer(own, config))))
         if labels is None:
             self._labelled = False
             return None, None, None
@@ -409,7 +435,7 @@ class AvgKTrainer(Trainer):
             if len(results) > 1:
                 for head, result in results.items():
                     metrics[f"average_k_accuracy_{head}{suffix}"] = result[k]["average_k_accuracy"]
-        return metrics
+        return {**metrics, **coverage_metrics(self.statistics(), self.args.calibrate_per_class)}
 
     def _store_calibration(self, results: dict[str, dict[float, dict[str, float]]]) -> None:
         """Write the thresholds to the config, and for `head="auto"` the head that is best on these images."""
@@ -420,11 +446,13 @@ class AvgKTrainer(Trainer):
         else:
             chosen = dict.fromkeys(ks, config.head)
         lambdas = {head: {k: result[k]["lambda_val"] for k in ks} for head, result in results.items()}
+        statistics, args = self._statistics[chosen[config.k]], self.args
         config.set_calibration(
             {k: lambdas[head][k] for k, head in chosen.items()},
-            self._calibration_record(),
+            {**self._calibration_record(), "curve": statistics.curve()},
             heads=chosen if config.head == "auto" else None,
             head_thresholds=lambdas if len(lambdas) > 1 else None,
+            coverage=coverage_of(statistics, args.calibrate_coverage, args.calibrate_per_class, config.k),
         )
 
     def statistics(self, k: float | None = None) -> SetStatistics:
@@ -584,8 +612,38 @@ class AvgKTrainer(Trainer):
     def _load_calibration(self, checkpoint: str) -> None:
         """Take over the thresholds that were saved with the weights."""
         saved = AvgKConfig.from_pretrained(checkpoint)
-        for name in ("heads", "thresholds", "head_thresholds", "calibration"):
+        for name in ("heads", "thresholds", "head_thresholds", "coverage", "calibration"):
             setattr(self.model.config, name, getattr(saved, name))
+
+
+def coverage_of(statistics: SetStatistics, levels: list[float], per_class: bool, k: float) -> dict[str, Any]:
+    """The coverage record of a calibration; RAPS has no penalty for as many classes as an average set has.
+
+    Args:
+        statistics: What the calibration collected, of the head that answers.
+        levels: Coverage levels.
+        per_class: Whether to record the thresholds of each class too.
+        k: The model's own average set size.
+    """
+    return coverage_record(
+        statistics.column("true"),
+        levels,
+        statistics.column("mass") if statistics.mass else None,
+        statistics.column("rank"),
+        statistics.labels if per_class else None,
+        statistics.num_labels,
+        k_reg=round(k),
+    )
+
+
+def coverage_metrics(statistics: SetStatistics, per_class: bool) -> dict[str, float]:
+    """The metrics `coverage_<level>` and `coverage_<level>_size`, and per class the worst class and their mean."""
+    metrics = {}
+    for level, found in statistics.answers().items():
+        metrics |= {f"coverage_{level}": found["coverage"], f"coverage_{level}_size": found["size"]}
+        if per_class:
+            metrics |= {f"coverage_{level}_{name}": found[name] for name in ("worst_class", "mean_class")}
+    return metrics
 
 
 def _optimizer_states(args: AvgKTrainingArguments) -> int:

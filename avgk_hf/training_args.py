@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 import torch
 from transformers import TrainingArguments
 
+from .conformal import LEVELS, METHODS, check_level
 from .sets import check_k, is_number
 
 # what transformers takes as it comes, to fail in the middle: the least value, and whether it must be a whole number
@@ -30,6 +31,10 @@ class AvgKTrainingArguments(TrainingArguments):
     Args:
         calibrate_k: Average set sizes to compute thresholds for in every evaluation; the model's own `k` is always
             among them.
+        calibrate_coverage: Coverage levels to compute conformal thresholds for in every evaluation, and to report on
+            other data; a level that takes more validation images than there are is left out. Empty for none.
+        calibrate_per_class: Whether to compute the thresholds of each class too, and to answer with them.
+        coverage_method: How the coverage that is reported on other data is reached: `"lac"`, `"aps"` or `"raps"`.
         early_stopping_patience: Evaluations without improvement after which `avgk train` stops.
         seeds: How often `avgk train` trains, with seeds `seed`, `seed` + 1, ..., each in a folder of its own.
         lr_milestones: Epochs after which the learning rate is multiplied by `lr_gamma`, instead of the schedule that
@@ -42,6 +47,17 @@ class AvgKTrainingArguments(TrainingArguments):
     calibrate_k: list[float] = field(
         default_factory=list,
         metadata={"help": "Average set sizes to compute thresholds for, besides the model's own k, e.g. 1 2 5 10."},
+    )
+    calibrate_coverage: list[float] = field(
+        default_factory=lambda: list(LEVELS),
+        metadata={"help": "Coverage levels to compute conformal thresholds for, e.g. 0.9 0.95 0.99."},
+    )
+    calibrate_per_class: bool = field(
+        default=False, metadata={"help": "Compute the thresholds of these coverage levels for each class too."}
+    )
+    coverage_method: str = field(
+        default="lac",
+        metadata={"help": "How the coverage reported on test is reached.", "choices": list(METHODS)},
     )
     early_stopping_patience: int | None = field(
         default=None,
@@ -83,6 +99,14 @@ class AvgKTrainingArguments(TrainingArguments):
                 check_k(k)
             except ValueError as error:
                 raise ValueError(f"calibrate_k={self.calibrate_k!r}: {error}") from None
+        if not isinstance(self.calibrate_coverage, (list, tuple)):
+            raise ValueError(f"calibrate_coverage={self.calibrate_coverage!r} must be a list, e.g. `[0.9, 0.95]`.")
+        for level in self.calibrate_coverage:
+            check_level(level, "calibrate_coverage")
+        if self.coverage_method not in METHODS:
+            raise ValueError(f"coverage_method={self.coverage_method!r} is unknown; choose one of {list(METHODS)}.")
+        if self.coverage_method != "lac" and self.calibrate_per_class:
+            raise ValueError(f"coverage_method={self.coverage_method!r} has no thresholds per class: use 'lac'.")
         patience = self.early_stopping_patience
         if patience is not None and (isinstance(patience, bool) or not isinstance(patience, int) or patience < 1):
             raise ValueError(

@@ -140,7 +140,7 @@ def test_plot_draws_every_picture(model_folder, tmp_path, capsys):
     before = (model_folder / "config.json").read_bytes()
     assert main(["plot", str(model_folder), "--out", str(tmp_path / "plots")]) == 0
     printed = capsys.readouterr().out.split()
-    stems = ["contact_sheet_run", "set_sizes_by_shot_run", "set_sizes", "accuracy_against_k"]
+    stems = ["contact_sheet_run", "set_sizes_by_shot_run", "set_sizes", "accuracy_against_k", "tradeoff"]
     for stem in stems:
         png, svg = (tmp_path / "plots" / f"{stem}.{ending}" for ending in ("png", "svg"))
         assert png.read_bytes()[:8] == b"\x89PNG\r\n\x1a\n" and "<svg" in svg.read_text()

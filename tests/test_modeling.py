@@ -175,8 +175,8 @@ def test_uncalibrated_model_and_unknown_k_are_refused(make_model):
     with pytest.raises(ValueError, match=r"no thresholds.*`avgk calibrate MODEL DATASET`"):
         model.predict_sets(IMAGES)
     model.config.set_calibration({2: 0.1, 3: 0.05}, {})
-    with pytest.raises(ValueError, match=r"no threshold is stored for k=2.5.*calibrated for k in 2, 3.*--k 2.5"):
-        model.predict_sets(IMAGES, k=2.5)
+    with pytest.raises(ValueError, match=r"no threshold is stored for k=1.5.*calibrated for k in 2, 3.*--k 1.5"):
+        model.predict_sets(IMAGES, k=1.5)
     with pytest.raises(ValueError, match=r"k=6 must be a number in \[1, 6\)"):
         model.predict_sets(IMAGES, k=6)
 

@@ -181,6 +181,7 @@ def test_remote_code_without_the_package(saved, images, tmp_path):
     files = {path.name for path in folder.iterdir()}
     assert {path for path in files if path.endswith(".py")} == {
         "configuration.py",
+        "conformal.py",
         "densenet.py",
         "modeling.py",
         "pipeline.py",

@@ -88,6 +88,7 @@ def evaluations(folder: Path, images: str) -> dict[str, dict]:
     for n in SIZES:
         data = prepare(splits["validation"].shuffle(seed=0).select(range(n)), model.config)
         arguments = {"per_device_eval_batch_size": 2, "calibrate_k": [1, 1.5, 3], "dataloader_pin_memory": False}
+        arguments |= {"calibrate_coverage": [0.5, 0.9], "calibrate_per_class": True}
         args = AvgKTrainingArguments(str(folder / "none"), disable_tqdm=True, dataloader_drop_last=True, **arguments)
         trainer = AvgKTrainer(model, args, eval_dataset=data)
         metrics = trainer.evaluate()
@@ -101,6 +102,8 @@ def evaluations(folder: Path, images: str) -> dict[str, dict]:
         found[str(n)] = {
             "metrics": timeless,
             "thresholds": model.config.head_thresholds,
+            "coverage": model.config.coverage,
+            "curve": model.config.calibration["curve"],
             "sets": prediction.predictions,
             "labels": prediction.label_ids.tolist(),
             "held": held,

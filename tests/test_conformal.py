@@ -1,0 +1,599 @@
+"""Sets by coverage, by any K and per image: against slow code, other packages, and the law that coverage follows."""
+
+import importlib.util
+import json
+import math
+import sys
+import types
+from fractions import Fraction
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from scipy.stats import betabinom
+from transformers import pipeline
+
+from avgk_hf import AvgKConfig, AvgKForImageClassification, load_splits
+from avgk_hf.calibrate import evaluate, load_classifier, model_scores, transform_for
+from avgk_hf.cli import main
+from avgk_hf.conformal import answer, check_request, coverage_record, enough_images, level_key
+from avgk_hf.model_card import render_card
+from avgk_hf.sets import SetStatistics, average_k_threshold, curve_ks, interpolated, ranked_sets
+from avgk_hf.trainer import coverage_of
+from conftest import CLASSES, save_vit
+
+PENALTY, K_REG = 0.01, 2
+METHODS = ("lac", "aps", "raps")
+
+
+def calibrated(scores, labels, levels, per_class=False, batch=64):
+    """A config that holds what one streaming pass over the scores records."""
+    stats = SetStatistics([1], len(scores), mass=True)
+    for rows, row_labels in zip(scores.split(batch), labels.split(batch), strict=True):
+        stats.update(rows, row_labels)
+    record = coverage_of(stats, levels, per_class, k=K_REG)
+    return SimpleNamespace(num_labels=scores.shape[1], coverage=json.loads(json.dumps(record)))
+
+
+def synthetic(n, classes, generator, spread=None):
+    """Scores and labels of n exchangeable images; `spread` makes some classes harder than others."""
+    labels = torch.randint(0, classes, (n,), generator=generator)
+    logits = torch.randn(n, classes, generator=generator) * 1.5
+    gain = torch.full((classes,), 3.0) if spread is None else spread
+    logits[torch.arange(n), labels] += gain[labels]
+    return logits.softmax(1), labels
+
+
+# ------------------------------------------------------------------------------------------------ against slow code
+
+
+def nonconformity(row, j, method):
+    """e of class j as the formulas have it, for one row of scores as Python numbers."""
+    if method == "lac":
+        return -row[j]
+    order = sorted(range(len(row)), key=lambda i: (-row[i], i))
+    place = order.index(j) + 1
+    sums = np.cumsum([row[i] for i in order])
+    return sums[place - 1] / sums[-1] + (PENALTY * max(0, place - K_REG) if method == "raps" else 0.0)
+
+
+def brute_force(rows, labels, new, level, method):
+    values = sorted(nonconformity(row, y, method) for row, y in zip(rows, labels, strict=True))
+    rank = math.ceil((len(rows) + 1) * Fraction(str(level)))
+    return [[nonconformity(row, j, method) <= values[rank - 1] for j in range(len(row))] for row in new]
+
+
+@settings(max_examples=150, deadline=None)
+@given(
+    st.integers(9, 40), st.integers(2, 7), st.integers(0, 2**31), st.sampled_from([0.5, 0.7, 0.8, 0.9]), st.booleans()
+)
+def test_sets_are_those_of_the_definition(n, classes, seed, level, ties):
+    generator = torch.Generator().manual_seed(seed)
+    scores, labels = synthetic(n + 20, classes, generator)
+    if ties:
+        scores = (scores * 8).round() / 8  # sums stay exact, and many scores are equal
+    config = calibrated(scores[:n], labels[:n], [level], batch=7)
+    rows = scores.double().tolist()
+    for method in METHODS:
+        sets = answer(scores[n:], config, coverage=level, method=method)
+        assert sets.tolist() == brute_force(rows[:n], labels[:n].tolist(), rows[n:], level, method)
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.integers(20, 60), st.integers(2, 5), st.integers(0, 2**31), st.sampled_from([0.5, 0.75, 0.9]))
+def test_thresholds_per_class_are_those_of_the_definition(n, classes, seed, level):
+    generator = torch.Generator().manual_seed(seed)
+    scores, labels = synthetic(n + 20, classes, generator)
+    config = calibrated(scores[:n], labels[:n], [level], per_class=True)
+    record, key = config.coverage, level_key(level)
+    assert record["class_counts"] == torch.bincount(labels[:n], minlength=classes).tolist()
+    columns = []
+    for j in range(classes):
+        own = labels[:n] == j
+        few = math.ceil((own.sum().item() + 1) * Fraction(str(level))) > own.sum().item()
+        assert (j in record["pooled"][key]) == few
+        rows, truth = (scores[:n], labels[:n]) if few else (scores[:n][own], labels[:n][own])
+        found = brute_force(rows.double().tolist(), truth.tolist(), scores[n:].double().tolist(), level, "lac")
+        columns.append([row[j] for row in found])
+    sets = answer(scores[n:], config, coverage=level, per_class=True)
+    assert sets.T.tolist() == columns
+
+
+def test_the_rank_is_exact_where_floats_are_not():
+    for level, smallest in ((0.9, 9), (0.95, 19), (0.99, 99), (0.999, 999), (0.7, 3), (2 / 3, 2)):
+        assert enough_images(level) == smallest
+    true = np.arange(1, 100, dtype=np.float32) / 100  # n = 99: the 99th largest for 0.99, the 90th for 0.9
+    record = coverage_record(true, [0.9, 0.99, 0.995])
+    assert record["lac"] == {"0.9": float(true[9]), "0.99": float(true[0])}
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.integers(2, 9), st.integers(0, 2**31), st.floats(0.05, 1.0), st.integers(0, 2), st.integers(2, 4))
+def test_cumulative_probability_and_bounds(classes, seed, share, least, most):
+    scores, _ = synthetic(12, classes, torch.Generator().manual_seed(seed))
+    config, least = SimpleNamespace(num_labels=classes), min(least, classes)
+    sets = ranked_sets(scores, answer(scores, config, cumulative=share))
+    bounded = ranked_sets(scores, answer(scores, config, cumulative=share, min_size=least, max_size=most))
+    for row, found, within in zip(scores.double().tolist(), sets, bounded, strict=True):
+        order = sorted(range(classes), key=lambda j: -row[j])
+        sums = [sum(row[j] for j in order[:size]) for size in range(classes + 1)]
+        size = next((size for size in range(classes + 1) if sums[size] >= share), classes)
+        assert found == order[:size]
+        assert within == order[: min(max(size, least), most)]
+
+
+def test_at_most_keeps_the_best_of_a_set_with_holes():
+    """Thresholds per class may leave out a class that scores higher than one they take."""
+    config = SimpleNamespace(num_labels=4, coverage={"lac": {"0.5": 0.3}, "per_class": {"0.5": [0.9, 0.1, 0.1, 0.1]}})
+    scores = torch.tensor([[0.4, 0.3, 0.2, 0.1]])
+    ask = {"coverage": 0.5, "per_class": True}
+    assert ranked_sets(scores, answer(scores, config, **ask)) == [[1, 2, 3]]
+    assert ranked_sets(scores, answer(scores, config, max_size=2, **ask)) == [[1, 2]]
+    assert ranked_sets(scores, answer(scores, config, min_size=1, max_size=2, **ask)) == [[0, 1]]
+    assert ranked_sets(scores, answer(scores, config, max_size=0, **ask)) == [[]]
+
+
+# -------------------------------------------------------------------------------------------------- the guarantee
+
+SPLITS, CALIBRATION, TEST, LEVEL = 200, 30, 150, 0.9
+SIGMAS = 5  # of a nearly normal mean of 200 independent splits: a false alarm in 1.7 million, for each of the asserts
+
+
+def expected(n, tests, level):
+    """Mean and variance of how many of `tests` sets hold the true class: beta-binomial, where scores do not tie."""
+    rank = math.ceil((n + 1) * Fraction(str(level)))
+    law = betabinom(tests, rank, n + 1 - rank)
+    return law.mean(), law.var(), law
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_coverage_over_random_splits_follows_its_law(method):
+    generator = torch.Generator().manual_seed(0)
+    hits = []
+    for _ in range(SPLITS):
+        scores, labels = synthetic(CALIBRATION + TEST, 10, generator)
+        order = torch.randperm(len(scores), generator=generator)
+        own, new = order[:CALIBRATION], order[CALIBRATION:]
+        config = calibrated(scores[own], labels[own], [LEVEL])
+        sets = answer(scores[new], config, coverage=LEVEL, method=method)
+        hits.append(sets.gather(1, labels[new, None]).sum().item())
+    mean, variance, law = expected(CALIBRATION, TEST, LEVEL)
+    assert LEVEL * TEST <= mean <= (LEVEL + 1 / (CALIBRATION + 1)) * TEST
+    assert abs(np.mean(hits) - mean) < SIGMAS * math.sqrt(variance / SPLITS)
+    assert law.ppf(1e-8) <= min(hits) and max(hits) <= law.isf(1e-8)  # 200 splits: a false alarm in 250,000
+    inside = np.mean([law.ppf(0.05) <= hit <= law.isf(0.05) for hit in hits])
+    share = law.cdf(law.isf(0.05)) - law.cdf(law.ppf(0.05) - 1)
+    assert abs(inside - share) < SIGMAS * math.sqrt(share * (1 - share) / SPLITS)
+    uncorrected = TEST * math.ceil(CALIBRATION * LEVEL) / (CALIBRATION + 1)  # so many splits can tell it apart
+    assert np.mean(hits) - uncorrected > SIGMAS * math.sqrt(variance / SPLITS)
+
+
+def test_coverage_per_class_follows_its_law_in_every_class():
+    generator, classes = torch.Generator().manual_seed(0), 3
+    spread = torch.tensor([4.0, 2.0, 0.0])  # an easy, a middling and a hopeless class
+    excess = {True: np.zeros(classes), False: np.zeros(classes)}
+    variance = np.zeros(classes)
+    for _ in range(SPLITS):
+        scores, labels = synthetic(90 + TEST, classes, generator, spread)
+        config = calibrated(scores[:90], labels[:90], [LEVEL], per_class=True)
+        assert config.coverage["pooled"] == {"0.9": []}  # 9 images of 90 in every class, but for one split in 10^7
+        truth = labels[90:]
+        for per_class in (True, False):
+            hit = answer(scores[90:], config, coverage=LEVEL, per_class=per_class).gather(1, truth[:, None])[:, 0]
+            for j, count in enumerate(config.coverage["class_counts"]):
+                mean, var, _ = expected(count, int((truth == j).sum()), LEVEL)
+                excess[per_class][j] += hit[truth == j].sum().item() - mean
+                variance[j] += var * per_class
+    assert (np.abs(excess[True]) < SIGMAS * np.sqrt(variance)).all()
+    assert excess[False][0] > SIGMAS * np.sqrt(variance)[0]  # one threshold for all covers the easy class too often
+    assert excess[False][2] < -SIGMAS * np.sqrt(variance)[2]  # and the hopeless one too seldom
+
+
+# ------------------------------------------------------------------------------------------- against other packages
+
+
+class NoDraw(np.random.RandomState):
+    """MAPIE's APS draws u and counts the true class as 1 - u of itself; here all of it counts, as in ours."""
+
+    def uniform(self, low=0.0, high=1.0, size=None):
+        return np.zeros(size)
+
+
+class Known:
+    """A fitted scikit-learn classifier whose probabilities are given: image i is the number i."""
+
+    def __init__(self, scores):
+        self.scores, self.classes_ = scores, np.arange(scores.shape[1])
+
+    def fit(self, X, y):
+        return self
+
+    def __sklearn_is_fitted__(self):
+        return True
+
+    def predict_proba(self, X):
+        return self.scores[X[:, 0].astype(int)]
+
+    def predict(self, X):
+        return self.predict_proba(X).argmax(1)
+
+
+@pytest.fixture(scope="module")
+def images_of_two_packages():
+    scores, labels = synthetic(700, 12, torch.Generator().manual_seed(0))
+    config = calibrated(scores[:400], labels[:400], [0.8, 0.9, 0.95])
+    return scores, labels, config
+
+
+@pytest.mark.parametrize("level", [0.8, 0.9, 0.95])
+def test_sets_agree_with_mapie(images_of_two_packages, level):
+    """LAC; APS without and with the label that goes beyond q, which is our set of cumulative probability q."""
+    mapie = pytest.importorskip("mapie.classification")
+    scores, labels, config = images_of_two_packages
+    wide = scores.double().numpy()
+    wide /= wide.sum(1, keepdims=True)  # MAPIE insists on a sum of 1; the order of scores and sums stays
+    numbers = np.arange(len(scores))[:, None].astype(float)
+
+    def sets(name, **params):
+        predictor = mapie.SplitConformalClassifier(
+            Known(wide), confidence_level=level, conformity_score=name, prefit=True, random_state=NoDraw(0)
+        )
+        predictor.conformalize(numbers[:400], labels[:400].numpy())
+        return predictor.predict_set(numbers[400:], conformity_score_params=params)[1][:, :, 0]
+
+    new = torch.from_numpy(wide[400:])
+    assert np.array_equal(sets("lac"), answer(scores[400:], config, coverage=level).numpy())
+    ask = {"coverage": level, "method": "aps", "min_size": 1}  # MAPIE's sets are never empty
+    assert np.array_equal(sets("aps", include_last_label=False), answer(new, config, **ask).numpy())
+    beyond = answer(new, config, cumulative=config.coverage["aps"][level_key(level)])
+    assert np.array_equal(sets("aps", include_last_label=True), beyond.numpy())
+
+
+@pytest.fixture(scope="module")
+def torchcp():
+    """TorchCP's scores and predictors, without the packages that its losses and its graphs import (torchsort)."""
+    spec = importlib.util.find_spec("torchcp")
+    if spec is None:
+        pytest.skip("TorchCP is not installed: `uv pip install --no-deps torchcp`")
+    kept = {name: module for name, module in sys.modules.items() if name.split(".")[0] == "torchcp"}
+    for name in ("torchcp", "torchcp.classification"):
+        module = types.ModuleType(name)
+        module.__path__ = [spec.submodule_search_locations[0] + name.removeprefix("torchcp").replace(".", "/")]
+        sys.modules[name] = module
+    from torchcp.classification.predictor import ClassConditionalPredictor, SplitPredictor
+    from torchcp.classification.score import APS, LAC, RAPS
+
+    yield {
+        "split": SplitPredictor,
+        "per_class": ClassConditionalPredictor,
+        "lac": LAC("identity"),
+        "aps": APS("identity", randomized=False),
+        "raps": RAPS("identity", randomized=False, penalty=PENALTY, kreg=K_REG),
+    }
+    for name in [name for name in sys.modules if name.split(".")[0] == "torchcp"]:
+        del sys.modules[name]
+    sys.modules.update(kept)
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("level", [0.8, 0.9, 0.95])
+@pytest.mark.parametrize("method", METHODS)
+def test_sets_agree_with_torchcp(images_of_two_packages, torchcp, method, level):
+    scores, labels, config = images_of_two_packages
+    predictor = torchcp["split"](torchcp[method], alpha=float(1 - Fraction(str(level))))
+    predictor.calculate_threshold(scores[:400].double(), labels[:400])
+    theirs = predictor.predict_with_logits(scores[400:].double()).bool()
+    assert torch.equal(answer(scores[400:], config, coverage=level, method=method), theirs)
+    assert 0 < theirs.sum() < theirs.numel()
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_sets_per_class_agree_with_torchcp(torchcp):
+    """Where a class has images enough; where not, TorchCP takes the class into every set, and ours pools."""
+    scores, labels = synthetic(700, 6, torch.Generator().manual_seed(1))
+    seen = torch.arange(400)[(labels[:400] != 5) | (torch.arange(400) < 20)]
+    config = calibrated(scores[seen], labels[seen], [0.9], per_class=True)
+    predictor = torchcp["per_class"](torchcp["lac"], alpha=0.1)
+    predictor.calculate_threshold(scores[seen].double(), labels[seen])
+    theirs = predictor.predict_with_logits(scores[400:].double()).bool()
+    ours = answer(scores[400:], config, coverage=0.9, per_class=True)
+    assert config.coverage["pooled"] == {"0.9": [5]}
+    assert torch.equal(ours[:, :5], theirs[:, :5]) and theirs[:, 5].all()
+    assert torch.equal(ours[:, 5], answer(scores[400:], config, coverage=0.9)[:, 5])
+
+
+# ------------------------------------------------------------------------------------------------------- any K
+
+
+@pytest.mark.parametrize("kind", ["softmax", "logit"])
+@pytest.mark.parametrize("recorded", [[1, 2, 3, 5, 10], [1.5, 4]])
+def test_interpolated_thresholds_give_about_k_classes(kind, recorded):
+    logits = torch.randn(1500, 60, generator=torch.Generator().manual_seed(0)) * 2
+    scores = logits.softmax(1) if kind == "softmax" else logits
+    thresholds = {str(k): average_k_threshold(scores, k) for k in recorded}
+    config = SimpleNamespace(num_labels=60, thresholds=thresholds, score=kind)
+    grid = np.linspace(recorded[0], recorded[-1], 25)
+    lambdas = [interpolated(thresholds, k, kind) for k in grid.tolist()]
+    assert lambdas == sorted(lambdas, reverse=True)
+    for k in grid.tolist():
+        assert answer(scores, config, k=k).sum().item() / 1500 == pytest.approx(k, rel=0.06)
+    for k in recorded:
+        assert check_request(config, k=k) == ("scores", thresholds[str(k)])
+    for k in (recorded[0] - 0.4, recorded[-1] + 0.01):
+        if k >= 1:
+            with pytest.raises(ValueError, match=rf"no threshold is stored.*\[{recorded[0]}, {recorded[-1]}\]"):
+                answer(scores, config, k=k)
+
+
+def test_heads_are_not_mixed_between_k():
+    """With `head="auto"`: the head of the nearest K, and thresholds of that head alone."""
+    lambdas = {"ml": {"1": 0.8, "2": 0.4, "4": 0.2}, "sccp": {"1": 0.9, "2": 0.6, "4": 0.4}}
+    chosen = {"1": "ml", "2": "ml", "4": "sccp"}
+    own = {key: lambdas[head][key] for key, head in chosen.items()}
+    config = AvgKConfig(num_labels=6, k=2, head="auto", thresholds=own, heads=chosen, head_thresholds=lambdas)
+    assert (config.head_for(2.5), config.head_for(3), config.head_for(3.5)) == ("ml", "ml", "sccp")
+    assert config.threshold(2.5) == interpolated(lambdas["ml"], 2.5) < 0.4
+    assert config.threshold(3.5) == interpolated(lambdas["sccp"], 3.5) > 0.4
+    config.head_thresholds = {}
+    with pytest.raises(ValueError, match=r"no threshold is stored for k=3.5"):
+        config.threshold(3.5)
+    assert config.threshold(1.5) == interpolated(lambdas["ml"], 1.5)
+
+
+# ----------------------------------------------------------------------------------------------------- refusals
+
+ASKED = SimpleNamespace(
+    num_labels=4,
+    thresholds={"1": 0.5, "2": 0.2},
+    coverage={"num_examples": 30, "lac": {"0.9": 0.1}, "aps": {"0.9": 0.99}},
+)
+
+
+@pytest.mark.parametrize(
+    ("question", "message"),
+    [
+        ({"k": 2, "coverage": 0.9}, "k=2 and coverage=0.9 are different questions: ask one"),
+        ({"cumulative": 0.5, "lambda_val": 0.1}, "cumulative=0.5 and lambda_val=0.1 are different questions"),
+        ({"coverage": 95}, "coverage=95 must be a number between 0 and 1"),
+        ({"coverage": 1.0}, "coverage=1.0 must be a number between 0 and 1"),
+        ({"coverage": float("nan")}, "coverage=nan must be a number"),
+        ({"coverage": "0.9"}, "coverage='0.9' must be a number"),
+        ({"coverage": 0.95}, r"coverage=0.95 is not recorded with method='lac', only 0.9.*--coverage 0.95`.*takes 19"),
+        ({"coverage": 0.9, "method": "raps"}, "coverage=0.9 is not recorded with method='raps', only none"),
+        ({"coverage": 0.9, "method": "thr"}, r"method='thr' is unknown; choose one of \['lac', 'aps', 'raps'\]"),
+        ({"coverage": 0.9, "per_class": True}, r"not recorded per class.*--coverage 0.9 --per-class`"),
+        ({"coverage": 0.9, "per_class": True, "method": "aps"}, "method='aps' has no thresholds per class"),
+        ({"method": "aps"}, "method='aps' says how a coverage is reached: give one too"),
+        ({"k": 2, "per_class": True}, "per_class says how a coverage is reached"),
+        ({"cumulative": 0}, r"cumulative=0 must be a probability in \(0, 1\]"),
+        ({"cumulative": 1.01}, "cumulative=1.01 must be a probability"),
+        ({"lambda_val": "low"}, "lambda_val='low' is not a number"),
+        ({"min_size": -1}, "min_size=-1 must be a whole number"),
+        ({"min_size": 5}, r"min_size=5 must be a whole number in \[0, 4\]"),
+        ({"max_size": 1.5}, "max_size=1.5 must be a whole number"),
+        ({"min_size": 3, "max_size": 2}, "max_size=2 is below min_size=3"),
+    ],
+)
+def test_questions_that_cannot_be_answered(question, message):
+    with pytest.raises(ValueError, match=message) as error:
+        answer(torch.rand(2, 4), ASKED, **question)
+    assert "\n" not in str(error.value)
+
+
+def test_scores_that_do_not_sum_to_one():
+    for kind in ("sigmoid", "logit"):
+        config = SimpleNamespace(**{**vars(ASKED), "score": kind})
+        with pytest.raises(ValueError, match=f"method='aps' sums probabilities, and score='{kind}'"):
+            check_request(config, coverage=0.9, method="aps")
+        with pytest.raises(ValueError, match=f"cumulative=0.9 sums probabilities, and score='{kind}'"):
+            check_request(config, cumulative=0.9)
+        assert check_request(config, coverage=0.9) == ("scores", 0.1)
+    with pytest.raises(ValueError, match="not calibrated for any coverage: calibrate with `avgk calibrate MODEL"):
+        check_request(SimpleNamespace(num_labels=4), coverage=0.9)
+
+
+@pytest.mark.parametrize(
+    ("coverage", "message"),
+    [
+        (3, "coverage"),
+        ([0.9], "coverage"),
+        ({"lac": 3}, r"config.coverage\['lac'\]=3 must map"),
+        ({"lac": {"0.9": None}}, r"config.coverage\['lac'\]\['0.9'\]=None is not a finite number"),
+        ({"lac": {"0.9": math.nan}}, r"\['lac'\]\['0.9'\]=nan is not a finite number"),
+        ({"lac": {"0.9": -0.1}}, r"\['lac'\]\['0.9'\]=-0.1 is no probability"),
+        ({"lac": {"90": 0.1}}, r"\['lac'\] has the key '90', which is no coverage level"),
+        ({"lac": {"high": 0.1}}, "key 'high'"),
+        ({"aps": {"0.9": math.inf}}, r"\['aps'\]\['0.9'\]=inf"),
+        ({"raps": {"0.9": 1.0}}, "'raps' without its 'k_reg' and 'penalty'"),
+        ({"raps": {"0.9": 1.0}, "k_reg": 1.5, "penalty": 0.1}, r"\['k_reg'\]=1.5"),
+        ({"raps": {"0.9": 1.0}, "k_reg": 1, "penalty": -0.1}, r"\['penalty'\]=-0.1"),
+        ({"per_class": {"0.9": [0.1] * 5}}, r"\['per_class'\]\['0.9'\]=.* must hold 6 thresholds"),
+        ({"per_class": {"0.9": [0.1] * 5 + ["x"]}}, r"\['per_class'\]\['0.9'\]\[5\]='x' is not a finite"),
+        ({"class_counts": [1] * 5}, r"\['class_counts'\]"),
+        ({"class_counts": [-1] * 6}, r"\['class_counts'\]"),
+        ({"pooled": {"0.9": [6]}}, r"\['pooled'\]\['0.9'\]=\[6\] must hold class ids"),
+        ({"knn": {"0.9": 0.1}}, "unknown key 'knn'"),
+        ({"num_examples": True}, r"\['num_examples'\]=True"),
+    ],
+)
+def test_a_damaged_record_is_refused_by_name(coverage, message, tmp_path):
+    with pytest.raises(ValueError, match=message):
+        AvgKConfig(num_labels=6, k=2, coverage=coverage)
+    good = AvgKConfig(num_labels=6, k=2).to_dict()
+    (tmp_path / "config.json").write_text(json.dumps({**good, "coverage": coverage}))
+    with pytest.raises(ValueError, match=f"config.json: .*{message}"):
+        AvgKConfig.from_pretrained(tmp_path)
+
+
+def test_the_record_goes_with_the_thresholds(tmp_path):
+    record = {"num_examples": 30, "lac": {"0.9": 0.1}}
+    config = AvgKConfig(num_labels=6, k=2)
+    config.set_calibration({2: 0.1}, {}, coverage=record)
+    config.save_pretrained(tmp_path)
+    assert AvgKConfig.from_pretrained(tmp_path).coverage == record
+    assert AvgKConfig.from_pretrained(tmp_path, num_labels=7).coverage == {}
+    config.clear_calibration()
+    assert config.coverage == {}
+    assert AvgKConfig(num_labels=6, score="logit", coverage={"lac": {"0.9": -3.5}}).coverage
+
+
+# -------------------------------------------------------------------- the whole way: calibrate, save, ask, evaluate
+
+
+@pytest.fixture(scope="module", params=["avgk", "vit"])
+def folder(request, image_folder, tmp_path_factory):
+    """A classifier of this package and one of another, calibrated by the command."""
+    path = tmp_path_factory.mktemp("asked") / request.param
+    torch.manual_seed(0)
+    if request.param == "vit":
+        save_vit(path)
+    else:
+        labels = dict(enumerate(CLASSES))
+        model = AvgKForImageClassification.from_timm("test_resnet", id2label=labels, k=2, image_size=32)
+        for head in (model.ml_head, model.sccp_head):
+            torch.nn.init.normal_(head.weight)
+        model.save_pretrained(path)
+    arguments = ["calibrate", str(path), str(image_folder), "--k", "1", "2", "4", "--coverage", "0.7", "0.9"]
+    assert main([*arguments, "--per-class"]) == 0
+    return path
+
+
+@pytest.fixture(scope="module")
+def scored(folder, splits):
+    model = load_classifier(str(folder))
+    transform = transform_for(model)
+    scores = {
+        name: model_scores(model, torch.stack([transform.image(row["image"]) for row in splits[name]]))
+        for name in ("validation", "test")
+    }
+    return model, scores
+
+
+def test_the_record_of_the_command(folder, scored, splits):
+    scores = scored[1]
+    labels = torch.tensor(splits["validation"]["label"])
+    config = json.loads((folder / "config.json").read_text())
+    assert config["coverage"]["class_counts"] == [5] * 6
+    assert config["coverage"]["pooled"] == {"0.7": [], "0.9": list(range(6))}
+    k_reg = config["coverage"]["k_reg"]
+    stats = SetStatistics([1], 30, mass=True)
+    stats.update(scores["validation"], labels)
+    again = coverage_of(stats, [0.7, 0.9], True, k_reg)
+    for method in METHODS:
+        assert config["coverage"][method] == pytest.approx(again[method], rel=1e-4)
+    curve = np.array(config["calibration"]["curve"])
+    assert curve[:, 0].tolist() == curve_ks(4) and len(curve) <= 12
+    for k, lambda_val, size, coverage, topk in curve.tolist():
+        sets = scores["validation"] >= lambda_val
+        assert size == pytest.approx(sets.float().sum(1).mean().item(), abs=0.05) and size == pytest.approx(k, abs=0.2)
+        assert coverage == pytest.approx(sets.gather(1, labels[:, None]).float().mean().item(), abs=0.04)
+        assert topk == stats.compute()[1]["topk_accuracy"] or k >= 2
+        if f"{k:g}" in config["thresholds"]:
+            assert lambda_val == config["thresholds"][f"{k:g}"]
+
+
+QUESTIONS = [
+    ({"k": 1.7}, ["--k", "1.7"]),
+    ({"coverage": 0.9}, ["--coverage", "0.9"]),
+    ({"coverage": 0.7, "method": "raps"}, ["--coverage", "0.7", "--method", "raps"]),
+    ({"coverage": 0.7, "per_class": True}, ["--coverage", "0.7", "--per-class"]),
+    ({"cumulative": 0.6, "max_size": 2}, ["--cumulative", "0.6", "--max-size", "2"]),
+]
+
+
+@pytest.mark.parametrize(("question", "options"), QUESTIONS, ids=lambda part: "")
+def test_every_door_gives_the_same_sets(folder, scored, image_folder, capsys, question, options):
+    """The function, the method of the model, the pipeline and the command."""
+    model, _ = scored
+    images = [str(path) for path in sorted((image_folder / "test").glob("*/0.png"))]
+    transform = transform_for(model)
+    pixels = torch.stack([transform.image(path) for path in images])
+    scores = model_scores(model, pixels, question.get("k"))
+    expected = ranked_sets(scores, answer(scores, model.config, min_size=1, **question))
+    names = [[CLASSES[j] for j in found] for found in expected]
+
+    classify = pipeline("average-k-image-classification", model=str(folder), k=2)  # the call's question goes first
+    assert [[item["label"] for item in found] for found in classify(images, **question)] == names
+    capsys.readouterr()
+    assert main(["predict", str(folder), *images, "--json", *options]) == 0
+    assert [[item["label"] for item in row["set"]] for row in json.loads(capsys.readouterr().out)] == names
+    if isinstance(model, AvgKForImageClassification):
+        assert model.predict_sets(pixels, min_size=1, **question) == expected
+
+
+@pytest.mark.parametrize("how", [{}, {"method": "aps"}, {"per_class": True}], ids=["lac", "aps", "per class"])
+def test_evaluate_reports_the_coverage_that_is_reached(folder, scored, splits, image_folder, capsys, how):
+    model, scores = scored
+    labels = torch.tensor(splits["test"]["label"])
+    options = ["--method", how["method"]] if "method" in how else ["--per-class"] * bool(how)
+    capsys.readouterr()
+    assert main(["evaluate", str(folder), str(image_folder), "--coverage", "0.7", *options, "--json"]) == 0
+    metrics = json.loads(capsys.readouterr().out)
+    sets = answer(scores["test"], model.config, coverage=0.7, **how)
+    hit = sets.gather(1, labels[:, None])[:, 0]
+    assert metrics["coverage_0.7"] == pytest.approx(hit.float().mean().item(), abs=0.04)
+    assert metrics["coverage_0.7_size"] == pytest.approx(sets.sum(1).float().mean().item(), abs=0.1)
+    by_class = [hit[labels == j].float().mean().item() for j in range(6)]
+    if "per_class" in how:
+        assert metrics["coverage_0.7_worst_class"] == pytest.approx(min(by_class), abs=0.21)
+        assert metrics["coverage_0.7_mean_class"] == pytest.approx(np.mean(by_class), abs=0.04)
+    assert ("coverage_0.7_worst_class" in metrics) == ("per_class" in how) and "coverage_0.9" not in metrics
+
+
+def test_commands_refuse_in_one_line(folder, image_folder, capsys):
+    image = str(image_folder / "test" / "oak" / "0.png")
+    for arguments, message in (
+        (["predict", str(folder), image, "--coverage", "0.95"], "coverage=0.95 is not recorded with method='lac'"),
+        (["predict", str(folder), image, "--k", "2", "--cumulative", "0.5"], "are different questions"),
+        (["predict", str(folder), image, "--max-size", "0"], "max_size=0 is below min_size=1"),
+        (["evaluate", str(folder), str(image_folder), "--coverage", "0.8"], "coverage=0.8 is not recorded"),
+        (["calibrate", str(folder), str(image_folder), "--k", "2", "--coverage", "0.99"], "takes 99 at least"),
+        (["calibrate", str(folder), str(image_folder), "--k", "2", "--coverage", "2"], "coverage=2.0 must be"),
+    ):
+        assert main(arguments) == 2
+        error = capsys.readouterr().err.strip().splitlines()[-1]
+        assert error.startswith(f"avgk {arguments[0]}: ") and message in error, error
+
+
+def test_training_records_what_the_images_allow(make_trainer):
+    """0.9 and 0.95 by default, for 0.99 the 30 images are too few; the test metrics say what was reached."""
+    trainer = make_trainer(num_train_epochs=1, eval_strategy="no", save_strategy="no", load_best_model_at_end=False)
+    metrics = trainer.evaluate()
+    config = trainer.model.config
+    assert list(config.coverage["lac"]) == list(config.coverage["raps"]) == ["0.9", "0.95"]
+    assert "per_class" not in config.coverage and not any("coverage" in name for name in metrics)
+    again = trainer.evaluate(trainer.eval_dataset, metric_key_prefix="test")
+    assert again["test_coverage_0.9"] >= 28 / 30
+    assert again["test_coverage_0.95_size"] >= again["test_coverage_0.9_size"]
+    metrics = {name.removeprefix("test_"): value for name, value in again.items()}
+    card = render_card("someone/trees", config, {"test": metrics}, {}).content
+    reached = f"{100 * metrics['coverage_0.9']:.2f}% | {metrics['coverage_0.9_size']:.2f} |"
+    assert f"\n| 0.9 | lac, aps, raps | {reached}\n| 0.95 | lac, aps, raps |" in card
+    for k, lambda_val, size, coverage, topk in config.calibration["curve"]:
+        row = f"| {k:g} | {size:.2f} | {100 * coverage:.2f}% | {100 * topk:.2f}% | {lambda_val:.6f} |"
+        assert f"\n{row}\n" in card.partition("## Trade-off")[2]
+    trainer.args.calibrate_coverage = []
+    trainer.evaluate()
+    assert config.coverage == {} and config.thresholds
+
+
+def test_auto_head_records_the_coverage_of_its_own_k(make_model, splits):
+    model = make_model(head="auto")
+    evaluate(model, splits["validation"], [1, 3], calibrate=True, coverage=[0.9])
+    head = model.config.head_for()
+    fixed = make_model(head=head)
+    evaluate(fixed, splits["validation"], [1, 3], calibrate=True, coverage=[0.9])
+    assert model.config.coverage == fixed.config.coverage != {}
+    assert evaluate(model, splits["test"])["coverage_0.9"] == evaluate(fixed, splits["test"])["coverage_0.9"]
+
+
+def test_evaluation_at_a_k_in_between(make_model, splits, image_folder):
+    model = make_model()
+    evaluate(model, splits["validation"], [1, 3], calibrate=True)
+    metrics = evaluate(model, load_splits(str(image_folder))["test"], [2.5])
+    assert metrics["lambda_val@2.5"] == model.config.threshold(2.5)
+    with pytest.raises(ValueError, match=r"no threshold is stored for k=3.5.*\[1, 3\]"):
+        evaluate(model, splits["test"], [3.5])
