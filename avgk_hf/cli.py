@@ -28,7 +28,7 @@ def build_parser() -> argparse.ArgumentParser:
 
     for name, text in (
         ("calibrate", "compute a model's thresholds on validation images"),
-        ("evaluate", "evaluate a calibrated model on labelled images"),
+        ("evaluate", "evaluate a calibrated model; on images without labels only the sizes of its sets"),
     ):
         command = commands.add_parser(name, help=text, description=text)
         command.add_argument("model", help="folder or Hub id of a model")
@@ -55,6 +55,7 @@ def build_parser() -> argparse.ArgumentParser:
             command.add_argument("--push", metavar="REPO", help="upload the folder of --out to the Hub")
         else:
             command.add_argument("--out", help="JSON file to write the metrics to")
+            command.add_argument("--plot", metavar="FILE", help="picture of the mean set size and its interval")
 
     predict = commands.add_parser("predict", help="print the predicted set of each image")
     predict.add_argument("model", help="folder or Hub id of a model")
@@ -129,6 +130,7 @@ def run_evaluate(args: argparse.Namespace) -> None:
     from .calibrate import evaluate, load_classifier, save_classifier, write_thresholds
     from .data import load_splits
     from .hub import push_folder
+    from .monitor import SetSizeMonitor
 
     calibrate = args.command == "calibrate"
     if calibrate and not args.out and (args.push or not Path(args.model).is_dir()):
@@ -141,12 +143,19 @@ def run_evaluate(args: argparse.Namespace) -> None:
         seed=args.seed,
         validation_per_class=args.validation_per_class,
         split_seed=args.split_seed,
+        unlabelled=not calibrate and args.label_column == "label",  # one that is named has to be there
     )
+    if len(splits) == 1 and args.split == "test" and "label" not in next(iter(splits.values())).column_names:
+        args.split = next(iter(splits))  # a folder of image files has no splits
     if args.split not in splits:
         raise ValueError(f"the dataset {args.dataset!r} has no split {args.split!r}, only {list(splits)}: --split.")
+    if "label" not in splits[args.split].column_names:
+        text = f"{args.dataset} has no column 'label' (another one is named with --label-column)"
+        print(f"{text}, so only the sizes of the sets are evaluated.", file=sys.stderr)
     name = Path(args.dataset).name if Path(args.dataset).exists() else args.dataset
+    monitor = None if calibrate else SetSizeMonitor.from_config(model.config, *args.k[:1])
     metrics = evaluate(
-        model, splits[args.split], args.k, calibrate, args.batch_size, args.workers, name, args.on_bad_image
+        model, splits[args.split], args.k, calibrate, args.batch_size, args.workers, name, args.on_bad_image, monitor
     )
     if os.environ.get("RANK", "0") != "0":  # of several processes, started by accelerate or torchrun, the first writes
         return
@@ -159,6 +168,12 @@ def run_evaluate(args: argparse.Namespace) -> None:
         Path(args.out).parent.mkdir(parents=True, exist_ok=True)
         Path(args.out).write_text(text + "\n")
     print(text if args.json else "\n".join(f"{name:32}{value:.6g}" for name, value in metrics.items()))
+    if monitor and not monitor.drifted and not args.json:  # a drift was said already
+        print(monitor.message())
+    if not calibrate and args.plot:
+        from .plots import set_size_course
+
+        set_size_course(monitor, args.plot)
     if calibrate and not args.json:
         print(f"thresholds written to {args.out or args.model}")
     if calibrate and args.push:

@@ -15,6 +15,7 @@ from PIL import Image, ImageOps
 from transformers import Pipeline
 from transformers.image_utils import load_image
 
+from .monitor import SetSizeMonitor
 from .sets import head_scores, predict_sets, ranked_sets, stored_head, stored_threshold
 
 TASK = "average-k-image-classification"
@@ -27,6 +28,9 @@ class AverageKImageClassificationPipeline(Pipeline):
 
     Call it with one image (path, URL or Pillow image) or several (list, generator, dataset). The answer for an image
     is a list of `{"label", "score"}`, best first, as long as the image needs.
+
+    `monitor`, a `SetSizeMonitor`, follows the set sizes of the K that the pipeline was made for, and warns once when
+    their mean leaves K; answers for another K or for a `lambda_val` are not counted. `monitor=False` leaves it out.
 
     Args of a call:
         k: Average set size, one of those calibrated; default the model's own.
@@ -52,11 +56,14 @@ class AverageKImageClassificationPipeline(Pipeline):
     _load_feature_extractor = False
     _load_tokenizer = False
 
-    def __init__(self, *args: Any, **kwargs: Any) -> None:
+    def __init__(self, *args: Any, monitor: bool = True, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
+        self.monitor: SetSizeMonitor | None = None
         # an uncalibrated model is refused here, before any image is read
         if "lambda_val" not in self._postprocess_params:
             stored_threshold(self.model.config, self._postprocess_params.get("k"))
+            if monitor:
+                self.monitor = SetSizeMonitor.from_config(self.model.config, self._postprocess_params.get("k"))
 
     def _sanitize_parameters(
         self,
@@ -107,6 +114,8 @@ class AverageKImageClassificationPipeline(Pipeline):
         scores = head_scores(
             model_outputs["logits"], model_outputs.get("sccp_logits"), stored_head(config, k), config_score(config)
         )
+        if self.monitor is not None and lambda_val is None and k in (None, self.monitor.k):
+            self.monitor.update(predict_sets(scores, threshold))  # K was calibrated without a smallest or largest size
         classes: Iterable[int] = ranked_sets(scores, predict_sets(scores, threshold, min_size))[0][:max_size]
         return [{"label": config.id2label[j], "score": scores[0, j].item()} for j in classes]
 

@@ -421,7 +421,7 @@ def test_a_trained_model_reaches_strangers(hub, client, image_folder, tmp_path):
     local = client(TRAIN_AND_PUSH, image_folder, run)
     for repo in ("someone/trees", "someone/again"):
         files = hub.files(repo)
-        code = {"configuration.py", "densenet.py", "modeling.py", "pipeline.py", "sets.py"}
+        code = {"configuration.py", "densenet.py", "modeling.py", "monitor.py", "pipeline.py", "sets.py"}
         assert set(files) - {".gitattributes"} == code | {
             "README.md", "config.json", "model.safetensors", "preprocessor_config.json", "set_sizes.png"
         }  # fmt: skip

@@ -9,6 +9,7 @@ ROOT = Path(__file__).parent.parent
 PACKAGE = ROOT / "avgk_hf"
 LAYERS = [
     {"sets", "shell"},
+    {"monitor"},
     {"configuration", "metrics", "pipeline", "processes", "densenet"},
     {"data", "modeling", "losses"},
     {"auto", "training_args", "model_card", "hub", "runs"},
@@ -21,7 +22,7 @@ LAYERS = [
     {"compare"},
     {"cli"},
 ]
-REMOTE = {"configuration", "densenet", "modeling", "pipeline", "sets"}
+REMOTE = {"configuration", "densenet", "modeling", "monitor", "pipeline", "sets"}
 
 
 def imports(path: Path) -> set[str]:
