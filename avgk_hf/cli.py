@@ -65,6 +65,22 @@ def build_parser() -> argparse.ArgumentParser:
     predict.add_argument("--min-size", type=int, default=1, help="at least this many classes (%(default)s)")
     predict.add_argument("--json", action="store_true", help="print JSON")
 
+    export = commands.add_parser("export", help="write a model as ONNX, from pixels to scores and sets")
+    export.add_argument("model", help="folder or Hub id of a calibrated model")
+    export.add_argument("--onnx", action="store_true", required=True, help="the format")
+    export.add_argument("--out", metavar="DIR", help="folder to write to (MODEL/onnx)")
+    export.add_argument("--k", type=float, help="set size whose head is exported, for head=auto (the model's own)")
+    export.add_argument("--opset", type=int, help="version of the ONNX operators (what torch prefers)")
+    export.add_argument(
+        "--int8",
+        nargs="?",
+        const="",
+        metavar="DATASET",
+        help="also write an 8-bit graph; with a labelled dataset measure both",
+    )
+    export.add_argument("--split", default="test", help="split of the dataset (%(default)s)")
+    export.add_argument("--json", action="store_true", help="print the report as JSON")
+
     push = commands.add_parser("push", help="upload a trained model to the Hub")
     push.add_argument("run", metavar="RUN", help="folder of a run")
     push.add_argument("repo", metavar="REPO", help="user/name on the Hub; created if it does not exist")
@@ -203,6 +219,24 @@ def run_predict(args: argparse.Namespace) -> None:
             print(f"  {item['score']:8.4f}  {item['label']}")
 
 
+def run_export(args: argparse.Namespace) -> None:
+    """`avgk export`."""
+    from .calibrate import load_classifier
+    from .data import load_splits
+    from .export import describe, export_onnx
+
+    if not args.out and not Path(args.model).is_dir():
+        raise ValueError("name a folder for the exported model with --out.")
+    out = args.out or str(Path(args.model) / "onnx")
+    model = load_classifier(args.model)
+    splits = load_splits(args.int8) if args.int8 else {}
+    if splits and args.split not in splits:
+        raise ValueError(f"the dataset {args.int8!r} has no split {args.split!r}, only {list(splits)}: --split.")
+    dataset = splits[args.split] if splits else None
+    report = export_onnx(model, out, args.k, args.opset, args.int8 is not None, dataset)
+    print(json.dumps(report, indent=2) if args.json else describe(report, out))
+
+
 def run_push(args: argparse.Namespace) -> None:
     """`avgk push`."""
     from .hub import push_folder
@@ -276,6 +310,7 @@ COMMANDS = {
     "compare": run_compare,
     "report": run_report,
     "plot": run_plot,
+    "export": run_export,
     "push": run_push,
     "card": run_card,
     "glyphs": run_glyphs,
