@@ -11,6 +11,7 @@ import copy
 import importlib
 import json
 import logging
+import shutil
 import tempfile
 import warnings
 from collections.abc import Iterator
@@ -156,12 +157,13 @@ def export_onnx(
     known = {name: report[name] for name in ("thresholds", "k", "score", "head", "opset")}
     for name, value in {**known, "id2label": names, "preprocessing": processor}.items():
         program.model.metadata_props[name] = json.dumps(value, ensure_ascii=False)
-    with replacing(out) as folder:
+    files = [MODEL, INT8] if int8 else [MODEL]
+    with tempfile.TemporaryDirectory() as work:  # a graph that is refused, or a stop, leaves the folder as it was
+        folder = Path(work)
         program.save(folder / MODEL)
         report["largest_difference"] = _difference(module, folder / MODEL, tuple(shape), stored_threshold(config, k))
         if int8:
             _quantise(folder / MODEL, folder / INT8)
-        files = [MODEL, INT8] if int8 else [MODEL]
         report["bytes"] = {name: (folder / name).stat().st_size for name in files}
         if dataset is not None:
             report["split"], report["num_images"] = str(dataset.split or "the dataset"), len(dataset)
@@ -170,6 +172,11 @@ def export_onnx(
             }
         (folder / PROCESSOR).write_text(json.dumps(processor, indent=2) + "\n", encoding="utf-8")
         (folder / REPORT).write_text(json.dumps(report, indent=2) + "\n", encoding="utf-8")
+        with replacing(out) as new:
+            for path in folder.iterdir():
+                shutil.copyfile(path, new / path.name)
+    if not int8:
+        Path(out, INT8).unlink(missing_ok=True)  # of another model
     return report
 
 
@@ -252,7 +259,7 @@ def _quantise(source: Path, target: Path) -> None:
     model = onnx.load(source)
     del model.graph.value_info[:]  # shapes that the quantiser would compare with those of the layers it transposes
     with _quiet(""):
-        # unsigned, because convolutions with signed 8-bit weights overflow on processors without VNNI
+        # unsigned, because products with signed 8-bit weights saturate on x86 processors without VNNI
         quantize_dynamic(model, target, weight_type=QuantType.QUInt8)
     quantised = onnx.load(target)
     for prop in [prop for prop in quantised.metadata_props if prop.key == "onnx.infer"]:  # all of ours are JSON

@@ -152,7 +152,9 @@ def test_module_follows_head_and_score(make_model, head, kind):
 def test_auto_heads_export_one_head(make_model, tmp_path):
     model = make_model(head="auto")
     model.config.set_calibration({1: 0.3, 2: 0.2, 3: 0.1}, {}, heads={1: "ml", 2: "sccp", 3: "sccp"})
+    (tmp_path / "model.int8.onnx").write_bytes(b"of another model")
     report = export_onnx(model, tmp_path)
+    assert {path.name for path in tmp_path.iterdir()} == {"model.onnx", "preprocessor_config.json", "export.json"}
     assert report["head"] == "sccp" and set(report["thresholds"]) == {"2", "3"}
     assert report["left_out"] == {"1": "its head is 'ml'"}
     pixels = torch.randn(4, 3, 32, 32)
