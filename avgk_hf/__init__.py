@@ -15,6 +15,7 @@ _WHERE = {
     "AvgKTrainer": "trainer",
     "AvgKTrainingArguments": "training_args",
     "AverageKThreshold": "sets",
+    "SetSizeMonitor": "monitor",
     "average_k_threshold": "sets",
     "predict_sets": "sets",
     "load_splits": "data",

@@ -8,9 +8,10 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import timm
 import torch
-from datasets import Dataset
+from datasets import Dataset, Image
 from huggingface_hub.utils import tqdm
 from safetensors import SafetensorError
 from torch import Tensor
@@ -23,8 +24,9 @@ from .data import align_labels, prepare, skip_bad_images
 from .data.datasets import ON_BAD_IMAGE
 from .data.transforms import ImageTransform, ProcessorTransform
 from .modeling import AvgKForImageClassification, check_folder, replacing
+from .monitor import SetSizeMonitor
 from .pipeline import config_score
-from .sets import SetStatistics, check_k, check_thresholds, k_key, score, stored_threshold
+from .sets import SetStatistics, check_k, check_thresholds, k_key, predict_sets, score, stored_threshold
 from .trainer import AvgKTrainer, coverage_metrics, coverage_of
 from .training_args import AvgKTrainingArguments
 
@@ -109,8 +111,11 @@ def evaluate(
     coverage: Iterable[float] | None = None,
     method: str = "lac",
     per_class: bool = False,
+    monitor: SetSizeMonitor | None = None,
 ) -> dict[str, float]:
     """Evaluate a classifier on one split of `load_splits`, in one streaming pass.
+
+    Of images without labels only the set sizes are known, those of the monitor's K.
 
     Args:
         model: The model; with `calibrate` its config receives the thresholds.
@@ -125,6 +130,7 @@ def evaluate(
             report (default: all that are recorded).
         method: How the coverage that is reported is reached, as in `conformal.answer`.
         per_class: Whether to calibrate the thresholds of each class too, or to answer with them.
+        monitor: Takes in the set sizes of its K, in random order, because folders are read class by class.
 
     Returns:
         The metrics, as `AvgKTrainer.evaluate` names them, without prefix; with `on_bad_image="skip"` also the number
@@ -139,6 +145,11 @@ def evaluate(
     if on_bad_image == "skip":  # before anything is computed, because the threshold depends on the number of images
         dataset, number = skip_bad_images(dataset, str(dataset.split or dataset_name or "the dataset"), num_workers)
         skipped = {"skipped": number}
+    if "label" not in dataset.column_names:
+        if calibrate:
+            raise ValueError("the images have no labels: calibrate on labelled ones, split/<class>/image.jpg.")
+        monitor = monitor or SetSizeMonitor.from_config(model.config, *list(k)[:1])
+        return {**_evaluate_unlabelled(model, dataset, batch_size, num_workers, monitor), **skipped}
     dataset = align_labels(dataset, model.config)
     ks = list(k) or [float(key) for key in getattr(model.config, "thresholds", None) or {}]
     if not calibrate:
@@ -147,7 +158,7 @@ def evaluate(
             stored_threshold(model.config, size)  # refuses one that is not calibrated
     levels = _levels(model, coverage, calibrate, len(dataset), method, per_class)
     if not isinstance(model, AvgKForImageClassification):
-        how = {"method": method, "per_class": per_class}
+        how = {"method": method, "per_class": per_class, "monitor": monitor}
         metrics = _evaluate_foreign(
             model, dataset, ks, calibrate, batch_size, num_workers, dataset_name, levels, **how
         )
@@ -168,7 +179,30 @@ def evaluate(
             model=model, args=args, eval_dataset=prepare(dataset, model.config), dataset_name=dataset_name
         )
         metrics = trainer.evaluate(calibrate=calibrate)
-    return {**{name.removeprefix("eval_"): value for name, value in metrics.items()}, **skipped}
+        seen = {} if monitor is None else watch(monitor, trainer.statistics(monitor.k).set_sizes(monitor.k))
+    return {**{name.removeprefix("eval_"): value for name, value in metrics.items()}, **seen, **skipped}
+
+
+def watch(monitor: SetSizeMonitor, sizes: np.ndarray) -> dict[str, float]:
+    """Show a monitor the set sizes (n,) of a dataset in random order, always the same, and return what it says."""
+    monitor.update(np.random.default_rng(0).permutation(sizes))
+    low, high = monitor.interval
+    return {"monitored_k": monitor.k, "set_size_low": low, "set_size_high": high, "drifted": monitor.drifted}
+
+
+def _evaluate_unlabelled(
+    model: PreTrainedModel, dataset: Dataset, batch_size: int, num_workers: int, monitor: SetSizeMonitor
+) -> dict[str, float]:
+    """`evaluate` for images without labels."""
+    lambda_val = stored_threshold(model.config, monitor.k)
+    images = dataset.cast_column("image", Image(decode=False)).with_transform(transform_for(model))
+    loader = torch.utils.data.DataLoader(images, batch_size, collate_fn=default_data_collator, num_workers=num_workers)
+    sizes = []
+    for batch in tqdm(loader, desc="evaluate", unit="batch"):
+        scores = model_scores(model, batch["pixel_values"], monitor.k)
+        sizes.append(predict_sets(scores, lambda_val).sum(1).cpu().numpy())
+    found = np.concatenate(sizes)
+    return {"num_images": len(found), "mean_set_size": float(found.mean()), **watch(monitor, found)}
 
 
 def _levels(
@@ -210,6 +244,7 @@ def _evaluate_foreign(
     levels: list[float],
     method: str,
     per_class: bool,
+    monitor: SetSizeMonitor | None,
 ) -> dict[str, float]:
     """`evaluate` for a classifier of another class, whose config may hold thresholds all the same."""
     config = model.config
@@ -249,7 +284,8 @@ def _evaluate_foreign(
     metrics = {"top1_accuracy": results[ks[0]]["top1_accuracy"]}
     for k, result in results.items():
         metrics.update({f"{name}@{k_key(k)}": v for name, v in result.items() if name != "top1_accuracy"})
-    return {**metrics, **coverage_metrics(statistics, per_class)}
+    seen = {} if monitor is None else watch(monitor, statistics.set_sizes(monitor.k))
+    return {**metrics, **coverage_metrics(statistics, per_class), **seen}
 
 
 def save_classifier(model: PreTrainedModel, folder: str | Path, metrics: dict[str, float]) -> None:

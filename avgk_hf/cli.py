@@ -30,7 +30,7 @@ def build_parser() -> argparse.ArgumentParser:
 
     for name, text in (
         ("calibrate", "compute a model's thresholds on validation images"),
-        ("evaluate", "evaluate a calibrated model on labelled images"),
+        ("evaluate", "evaluate a calibrated model; on images without labels only the sizes of its sets"),
     ):
         command = commands.add_parser(name, help=text, description=text)
         command.add_argument("model", help="folder or Hub id of a model")
@@ -61,6 +61,7 @@ def build_parser() -> argparse.ArgumentParser:
         else:
             command.add_argument("--out", help="JSON file to write the metrics to")
             command.add_argument("--method", choices=METHODS, default="lac", help="how coverage is reached (lac)")
+            command.add_argument("--plot", metavar="FILE", help="picture of the mean set size and its interval")
 
     predict = commands.add_parser("predict", help="print the predicted set of each image")
     predict.add_argument("model", help="folder or Hub id of a model")
@@ -74,6 +75,22 @@ def build_parser() -> argparse.ArgumentParser:
     predict.add_argument("--min-size", type=int, default=1, help="at least this many classes (%(default)s)")
     predict.add_argument("--max-size", type=int, help="at most this many classes")
     predict.add_argument("--json", action="store_true", help="print JSON")
+
+    export = commands.add_parser("export", help="write a model as ONNX, from pixels to scores and sets")
+    export.add_argument("model", help="folder or Hub id of a calibrated model")
+    export.add_argument("--onnx", action="store_true", required=True, help="the format")
+    export.add_argument("--out", metavar="DIR", help="folder to write to (MODEL/onnx)")
+    export.add_argument("--k", type=float, help="set size whose head is exported, for head=auto (the model's own)")
+    export.add_argument("--opset", type=int, help="version of the ONNX operators (what torch prefers)")
+    export.add_argument(
+        "--int8",
+        nargs="?",
+        const="",
+        metavar="DATASET",
+        help="also write an 8-bit graph; with a labelled dataset measure both",
+    )
+    export.add_argument("--split", default="test", help="split of the dataset (%(default)s)")
+    export.add_argument("--json", action="store_true", help="print the report as JSON")
 
     push = commands.add_parser("push", help="upload a trained model to the Hub")
     push.add_argument("run", metavar="RUN", help="folder of a run")
@@ -141,6 +158,7 @@ def run_evaluate(args: argparse.Namespace) -> None:
     from .conformal import describe
     from .data import load_splits
     from .hub import push_folder
+    from .monitor import SetSizeMonitor
 
     calibrate = args.command == "calibrate"
     if calibrate and not args.out and (args.push or not Path(args.model).is_dir()):
@@ -153,10 +171,17 @@ def run_evaluate(args: argparse.Namespace) -> None:
         seed=args.seed,
         validation_per_class=args.validation_per_class,
         split_seed=args.split_seed,
+        unlabelled=not calibrate and args.label_column == "label",  # one that is named has to be there
     )
+    if len(splits) == 1 and args.split == "test" and "label" not in next(iter(splits.values())).column_names:
+        args.split = next(iter(splits))  # a folder of image files has no splits
     if args.split not in splits:
         raise ValueError(f"the dataset {args.dataset!r} has no split {args.split!r}, only {list(splits)}: --split.")
+    if "label" not in splits[args.split].column_names:
+        text = f"{args.dataset} has no column 'label' (another one is named with --label-column)"
+        print(f"{text}, so only the sizes of the sets are evaluated.", file=sys.stderr)
     name = Path(args.dataset).name if Path(args.dataset).exists() else args.dataset
+    monitor = None if calibrate else SetSizeMonitor.from_config(model.config, *args.k[:1])
     metrics = evaluate(
         model,
         splits[args.split],
@@ -169,6 +194,7 @@ def run_evaluate(args: argparse.Namespace) -> None:
         args.coverage,
         "lac" if calibrate else args.method,
         args.per_class,
+        monitor,
     )
     if os.environ.get("RANK", "0") != "0":  # of several processes, started by accelerate or torchrun, the first writes
         return
@@ -181,6 +207,12 @@ def run_evaluate(args: argparse.Namespace) -> None:
         Path(args.out).parent.mkdir(parents=True, exist_ok=True)
         Path(args.out).write_text(text + "\n")
     print(text if args.json else "\n".join(f"{name:32}{value:.6g}" for name, value in metrics.items()))
+    if monitor and not monitor.drifted and not args.json:  # a drift was said already
+        print(monitor.message())
+    if not calibrate and args.plot:
+        from .plots import set_size_course
+
+        set_size_course(monitor, args.plot)
     if calibrate and not args.json:
         print(f"thresholds written to {args.out or args.model}")
         for level, how in describe(model.config.coverage).items():
@@ -213,6 +245,24 @@ def run_predict(args: argparse.Namespace) -> None:
         print(f"{prediction['image']}: {len(prediction['set'])} class{'es' * (len(prediction['set']) != 1)}")
         for item in prediction["set"]:
             print(f"  {item['score']:8.4f}  {item['label']}")
+
+
+def run_export(args: argparse.Namespace) -> None:
+    """`avgk export`."""
+    from .calibrate import load_classifier
+    from .data import load_splits
+    from .export import describe, export_onnx
+
+    if not args.out and not Path(args.model).is_dir():
+        raise ValueError("name a folder for the exported model with --out.")
+    out = args.out or str(Path(args.model) / "onnx")
+    model = load_classifier(args.model)
+    splits = load_splits(args.int8) if args.int8 else {}
+    if splits and args.split not in splits:
+        raise ValueError(f"the dataset {args.int8!r} has no split {args.split!r}, only {list(splits)}: --split.")
+    dataset = splits[args.split] if splits else None
+    report = export_onnx(model, out, args.k, args.opset, args.int8 is not None, dataset)
+    print(json.dumps(report, indent=2) if args.json else describe(report, out))
 
 
 def run_push(args: argparse.Namespace) -> None:
@@ -288,6 +338,7 @@ COMMANDS = {
     "compare": run_compare,
     "report": run_report,
     "plot": run_plot,
+    "export": run_export,
     "push": run_push,
     "card": run_card,
     "glyphs": run_glyphs,

@@ -10,7 +10,7 @@ from .modeling import UNFINISHED, check_folder
 
 # weights, thresholds, card, pictures and the code for trust_remote_code; no optimizer state, pickle or local path
 PUSHED = ["*.safetensors", "*.safetensors.index.json", "config.json", "preprocessor_config.json", "README.md"]
-PUSHED += ["*.png", "*.svg", "configuration.py", "densenet.py", "modeling.py", "pipeline.py", "sets.py"]
+PUSHED += ["*.png", "*.svg", "configuration.py", "densenet.py", "modeling.py", "monitor.py", "pipeline.py", "sets.py"]
 NOT_PUSHED = ["checkpoint-*", "objective.safetensors", f"{UNFINISHED}/*"]
 
 

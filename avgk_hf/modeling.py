@@ -32,7 +32,9 @@ from .sets import check_k, head_scores, ranked_sets
 
 ALIGNMENT = 64  # bytes, as torch allocates
 # what a saved model carries as remote code
-CODE = ("configuration.py", "conformal.py", "densenet.py", "modeling.py", "pipeline.py", "sets.py")
+CODE = (
+    "configuration.py", "conformal.py", "densenet.py", "modeling.py", "monitor.py", "pipeline.py", "sets.py"
+)  # fmt: skip
 ENCODER = "returns many vectors for an image, not one; take the model of the same name without `_enc`"
 UNSUPPORTED = {  # timm models, as patterns, and why they are refused
     "deepseek_vit_*_enc": ENCODER,

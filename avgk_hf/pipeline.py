@@ -15,7 +15,8 @@ from transformers import Pipeline
 from transformers.image_utils import load_image
 
 from .conformal import answer, check_request
-from .sets import head_scores, ranked_sets, stored_head
+from .monitor import SetSizeMonitor
+from .sets import head_scores, predict_sets, ranked_sets, stored_head, stored_threshold
 
 TASK = "average-k-image-classification"
 MOST_ELONGATED = 200  # longer side to shorter; resizing the shorter side of a thinner image can take all memory
@@ -27,6 +28,9 @@ class AverageKImageClassificationPipeline(Pipeline):
 
     Call it with one image (path, URL or Pillow image) or several (list, generator, dataset). The answer for an image
     is a list of `{"label", "score"}`, best first, as long as the image needs.
+
+    `monitor`, a `SetSizeMonitor`, follows the set sizes of the K that the pipeline was made for, and warns once when
+    their mean leaves K; answers to other questions are not counted. `monitor=False` leaves it out.
 
     Args of a call, of the first four one at most; those of a call take the place of those of the pipeline:
         k: Average set size, in the calibrated range; default the model's own.
@@ -56,10 +60,13 @@ class AverageKImageClassificationPipeline(Pipeline):
     _load_feature_extractor = False
     _load_tokenizer = False
 
-    def __init__(self, *args: Any, **kwargs: Any) -> None:
+    def __init__(self, *args: Any, monitor: bool = True, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         # a question that the model cannot answer is refused here, before any image is read
         check_request(self.model.config, **{"min_size": 1, **self._postprocess_params})
+        self.monitor: SetSizeMonitor | None = None
+        if monitor and _by_size(self._postprocess_params):
+            self.monitor = SetSizeMonitor.from_config(self.model.config, self._postprocess_params.get("k"))
 
     def _sanitize_parameters(
         self,
@@ -110,8 +117,15 @@ class AverageKImageClassificationPipeline(Pipeline):
         scores = head_scores(
             model_outputs["logits"], model_outputs.get("sccp_logits"), stored_head(config, k), config_score(config)
         )
+        if self.monitor is not None and _by_size(question) and k in (None, self.monitor.k):
+            # K was calibrated without a smallest or largest size
+            self.monitor.update(predict_sets(scores, stored_threshold(config, k)))
         classes = ranked_sets(scores, answer(scores, config, **question))[0]
         return [{"label": config.id2label[j], "score": scores[0, j].item()} for j in classes]
+
+
+def _by_size(question: dict[str, Any]) -> bool:
+    return all(question.get(name) is None for name in ("coverage", "cumulative", "lambda_val"))
 
 
 def open_image(image: Any, mode: str = "RGB", name: str | None = None) -> Image.Image:

@@ -14,6 +14,7 @@ from .calibrate import evaluate
 from .data import load_splits, prepare
 from .model_card import read_results
 from .modeling import AvgKForImageClassification
+from .monitor import SetSizeMonitor
 from .sets import k_key
 
 SHEET_IMAGES = 480
@@ -235,6 +236,32 @@ def learning_curves(curves: dict[str, Sequence[dict[str, float]]], path: str | P
         axis.grid(alpha=0.3)
     axes[0].legend(frameon=False)
     figure.suptitle(title, fontsize=10)
+    figure.tight_layout()
+    _save(figure, path)
+
+
+def set_size_course(monitor: SetSizeMonitor, path: str | Path) -> None:
+    """The mean set size of a stream of images with its confidence sequence, and the K that was calibrated.
+
+    Args:
+        monitor: What was seen, e.g. `monitor` of the set pipeline.
+        path: PNG or SVG to write.
+    """
+    if not monitor.history:
+        raise ValueError("the monitor has seen no image yet, so there is nothing to draw.")
+    plt = _pyplot()
+    figure, axis = plt.subplots(figsize=(7, 3.6))
+    number, mean, low, high = np.asarray(monitor.history).T
+    axis.fill_between(number, low, high, color="0.85", label=f"{100 * monitor.confidence:g}% confidence sequence")
+    axis.plot(number, mean, color="0.1", label="mean set size")
+    k = k_key(monitor.k)
+    axis.axhline(monitor.k, color="0.3", linestyle="--", label=f"K = {k}, calibrated")
+    axis.axhspan(monitor.k - monitor.margin, monitor.k + monitor.margin, color="none", ec="0.5", hatch="....", lw=0,
+                 label="margin of the calibration")  # fmt: skip
+    axis.set(xlabel="images", ylabel="classes in the set", xscale="log", xlim=(1, max(monitor.num_images, 2)))
+    axis.set_ylim(0, min(monitor.max_size, 3 * max(monitor.k, monitor.mean)))  # the interval of few images has no end
+    axis.set_title("drift: the sets left K" if monitor.drifted else "no drift", fontsize=10, loc="left")
+    axis.legend(frameon=False, fontsize=8)
     figure.tight_layout()
     _save(figure, path)
 

@@ -13,6 +13,7 @@ import pytest
 import timm
 from hub_server import HubServer
 from safetensors.torch import save_file
+from test_layers import REMOTE
 
 import avgk_hf
 from archives import write_cifar
@@ -421,7 +422,7 @@ def test_a_trained_model_reaches_strangers(hub, client, image_folder, tmp_path):
     local = client(TRAIN_AND_PUSH, image_folder, run)
     for repo in ("someone/trees", "someone/again"):
         files = hub.files(repo)
-        code = {"configuration.py", "conformal.py", "densenet.py", "modeling.py", "pipeline.py", "sets.py"}
+        code = {f"{name}.py" for name in REMOTE}
         assert set(files) - {".gitattributes"} == code | {
             "README.md", "config.json", "model.safetensors", "preprocessor_config.json", "set_sizes.png"
         }  # fmt: skip

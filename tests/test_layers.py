@@ -9,20 +9,20 @@ ROOT = Path(__file__).parent.parent
 PACKAGE = ROOT / "avgk_hf"
 LAYERS = [
     {"sets", "shell"},
-    {"conformal"},
+    {"conformal", "monitor"},
     {"configuration", "metrics", "pipeline", "processes", "densenet"},
     {"data", "modeling", "losses"},
     {"auto", "training_args", "model_card", "hub", "runs"},
     {"trainer", "report"},
     {"calibrate"},
-    {"plots"},
+    {"export", "plots"},
     {"train"},
     {"comparison", "demo", "sweep"},
     {"verdict"},
     {"compare"},
     {"cli"},
 ]
-REMOTE = {"configuration", "conformal", "densenet", "modeling", "pipeline", "sets"}
+REMOTE = {"configuration", "conformal", "densenet", "modeling", "monitor", "pipeline", "sets"}
 
 
 def imports(path: Path) -> set[str]:

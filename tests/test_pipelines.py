@@ -184,6 +184,7 @@ def test_remote_code_without_the_package(saved, images, tmp_path):
         "conformal.py",
         "densenet.py",
         "modeling.py",
+        "monitor.py",
         "pipeline.py",
         "sets.py",
     }

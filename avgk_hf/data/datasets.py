@@ -29,6 +29,7 @@ def load_splits(
     seed: int = 0,
     validation_per_class: int | None = None,
     split_seed: int = 0,
+    unlabelled: bool = False,
 ) -> DatasetDict:
     """Load a dataset and bring it to the contract: columns `image`, `label` (ClassLabel) and `index`.
 
@@ -41,6 +42,8 @@ def load_splits(
         seed: Seed of generated data.
         validation_per_class: For data without validation images: take this many of each class from train.
         split_seed: Which ones; same seed, same images.
+        unlabelled: Whether a dataset without the column of classes, e.g. a folder of image files, is taken too; its
+            splits have no column `label`.
 
     Returns:
         The splits under their own names, usually train, validation and test. All have the same classes, matched by
@@ -48,12 +51,12 @@ def load_splits(
     """
     if image_column == label_column:
         raise ValueError(f"image_column and label_column are both {image_column!r}: name the two columns.")
-    splits = _load_splits(dataset, config_name, image_column, label_column, seed)
+    splits = _load_splits(dataset, config_name, image_column, label_column, seed, unlabelled)
     return splits if validation_per_class is None else split_validation(splits, validation_per_class, split_seed)
 
 
 def _load_splits(
-    dataset: str, config_name: str | None, image_column: str, label_column: str, seed: int
+    dataset: str, config_name: str | None, image_column: str, label_column: str, seed: int, unlabelled: bool
 ) -> DatasetDict:
     if dataset == "glyphs":
         return load_glyphs(seed)
@@ -83,7 +86,13 @@ def _load_splits(
         raise ValueError(f"dataset {dataset!r} cannot be read ({reason}): is a file empty or broken?") from error
     if isinstance(splits, Dataset):
         splits = DatasetDict({str(splits.split or "train"): splits})
-    names = _class_names(splits, dataset, image_column, label_column)
+    without = unlabelled and all(label_column not in split.column_names for split in splits.values())
+    _check_columns(
+        splits,
+        dataset,
+        {"image_column": image_column} if without else {"image_column": image_column, "label_column": label_column},
+    )
+    names = None if without else _class_names(splits, dataset, label_column)
     contract = {}
     for name, split in splits.items():
         try:
@@ -115,10 +124,10 @@ def _check_parquet(files: Iterable[Path], label_column: str) -> None:
                 )
 
 
-def _class_names(splits: DatasetDict, dataset: str, image_column: str, label_column: str) -> list[str]:
-    """The names of the classes over all splits, after checking that there is something to classify."""
+def _check_columns(splits: DatasetDict, dataset: str, columns: dict[str, str]) -> None:
+    """Refuse splits without rows, or without a column that an option names."""
     for name, split in splits.items():
-        for column, option in ((image_column, "image_column"), (label_column, "label_column")):
+        for option, column in columns.items():
             if column not in split.column_names:
                 hint = " Images in one folder per class, `train/<class>/x.jpg`, give it." if option[0] == "l" else ""
                 raise ValueError(
@@ -127,6 +136,10 @@ def _class_names(splits: DatasetDict, dataset: str, image_column: str, label_col
                 )
         if len(split) == 0:
             raise ValueError(f"dataset {dataset!r}, split {name!r} is empty.")
+
+
+def _class_names(splits: DatasetDict, dataset: str, label_column: str) -> list[str]:
+    """The names of the classes over all splits."""
     features = [split.features[label_column] for split in splits.values()]
     if all(isinstance(feature, ClassLabel) for feature in features):
         return list(dict.fromkeys(name for feature in features for name in feature.names))
@@ -153,8 +166,8 @@ def _class_names(splits: DatasetDict, dataset: str, image_column: str, label_col
     return [str(label) for label in range(max(labels) + 1)]
 
 
-def _to_contract(split: Dataset, names: list[str], image_column: str, label_column: str) -> Dataset:
-    columns = {"image": image_column, "label": label_column}
+def _to_contract(split: Dataset, names: list[str] | None, image_column: str, label_column: str) -> Dataset:
+    columns = {"image": image_column} if names is None else {"image": image_column, "label": label_column}
     split = split.select_columns([c for c in dict.fromkeys((*columns.values(), "index")) if c in split.column_names])
     split = split.rename_columns({old: new for new, old in columns.items() if old != new})
     # the position in the split, which a loss with state per image relies on, whatever an index column held before
@@ -163,6 +176,8 @@ def _to_contract(split: Dataset, names: list[str], image_column: str, label_colu
         split = split.remove_columns("index")
     if "index" not in split.column_names:
         split = split.add_column("index", index)
+    if names is None:
+        return split.cast(Features(image=Image(), index=Value("int64")))
     label = ClassLabel(names=names)
     features = Features(image=Image(), label=label, index=Value("int64"))
     own = split.features["label"]

@@ -1,0 +1,321 @@
+"""Export a calibrated model for use without this package: one ONNX graph from pixels to scores and sets.
+
+    avgk export MODEL --onnx
+
+The graph takes `pixel_values` (b, C, H, W) and the threshold `lambda_val`, a scalar, and gives `scores` (b, L) and the
+mask `set` (b, L). Thresholds {K: lambda_val}, class names and a description of the preprocessing, which stays outside,
+are in the file's metadata, so K is chosen at run time. Only the head that answers is exported.
+"""
+
+import copy
+import importlib
+import json
+import logging
+import shutil
+import tempfile
+import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from datasets import Dataset
+from huggingface_hub.utils import tqdm
+from PIL import Image
+from torch import Tensor, nn
+from transformers import AutoImageProcessor, PreTrainedModel, default_data_collator
+
+from .calibrate import transform_for
+from .data import align_labels, prepare
+from .modeling import AvgKForImageClassification, replacing
+from .pipeline import config_score
+from .sets import SCORES, SetStatistics, _own_k, k_key, stored_head, stored_threshold
+
+MODEL, INT8, REPORT, PROCESSOR = "model.onnx", "model.int8.onnx", "export.json", "preprocessor_config.json"
+NAMES = {"input_names": ["pixel_values", "lambda_val"], "output_names": ["scores", "set"]}
+
+
+class SetClassifier(nn.Module):
+    """Pixels and a threshold to scores and sets, as one module that `torch.export` and `torch.onnx` take.
+
+    A set that would be empty holds the best class, as in the pipeline and in `avgk predict`; the others are in
+    `scores >= lambda_val`. Logits that are NaN are not refused here.
+
+    Args:
+        backbone: Images (b, C, H, W) to features (b, d).
+        heads: One or two linear layers on the features; the mean of two heads' scores counts.
+        kind: As in `score`.
+    """
+
+    def __init__(self, backbone: nn.Module, heads: list[nn.Module], kind: str) -> None:
+        super().__init__()
+        self.backbone, self.heads, self.kind = backbone, nn.ModuleList(heads), kind
+
+    def forward(self, pixel_values: Tensor, lambda_val: Tensor) -> tuple[Tensor, Tensor]:
+        """Scores (b, L) in float32 and the sets (b, L) as a mask."""
+        features = self.backbone(pixel_values)  # (b, d)
+        scores = sum(SCORES[self.kind](head(features).float()) for head in self.heads) / len(self.heads)  # (b, L)
+        best = torch.arange(scores.shape[-1], device=scores.device) == scores.argmax(-1, keepdim=True)
+        return scores, (scores >= lambda_val) | best
+
+
+class _Logits(nn.Module):
+    """A classifier of transformers as a module that gives its logits."""
+
+    def __init__(self, model: PreTrainedModel) -> None:
+        super().__init__()
+        self.model = model
+
+    def forward(self, pixel_values: Tensor) -> Tensor:
+        return self.model(pixel_values).logits
+
+
+def exportable(model: PreTrainedModel, k: float | None = None) -> SetClassifier:
+    """A copy of a calibrated classifier as one module from pixels to sets, in float32 and without unused heads.
+
+    Args:
+        model: An `AvgKForImageClassification`, or any calibrated classifier of transformers.
+        k: The average set size whose head answers, which matters for `head="auto"`; default the model's own.
+
+    Example:
+        >>> model = AvgKForImageClassification.from_timm("test_resnet", num_labels=10, k=2, image_size=32)
+        >>> model.config.set_calibration({2: 0.1}, record={})
+        >>> inputs = torch.zeros(4, 3, 32, 32), torch.tensor(model.config.threshold(2))
+        >>> batch = ({0: torch.export.Dim("batch")}, None)
+        >>> program = torch.export.export(exportable(model), inputs, dynamic_shapes=batch)
+        >>> scores, sets = program.module()(torch.zeros(7, 3, 32, 32), torch.tensor(0.0))
+        >>> sets.sum(1).tolist()
+        [10, 10, 10, 10, 10, 10, 10]
+    """
+    stored_threshold(model.config, k)
+    head = stored_head(model.config, k)
+    if isinstance(model, AvgKForImageClassification):
+        heads = {"ml": [model.ml_head], "sccp": [model.sccp_head], "mean": [model.ml_head, model.sccp_head]}[head]
+        module = SetClassifier(model.backbone, heads, model.config.score)
+    else:
+        module = SetClassifier(_Logits(model), [nn.Identity()], config_score(model.config))
+    return copy.deepcopy(module).float().cpu().eval().requires_grad_(False)
+
+
+def export_onnx(
+    model: PreTrainedModel,
+    out: str | Path,
+    k: float | None = None,
+    opset: int | None = None,
+    int8: bool = False,
+    dataset: Dataset | None = None,
+    batch_size: int = 64,
+) -> dict[str, Any]:
+    """Write model.onnx, preprocessor_config.json and export.json, with `int8` also model.int8.onnx.
+
+    int8 is onnxruntime's dynamic quantisation: weights of convolutions and matrix products become 8 bit, activations
+    are quantised while running. Scores move a little, and with them the sizes of the sets, so it should be measured.
+
+    Args:
+        model: A calibrated classifier.
+        out: Folder to write to.
+        k: As in `exportable`.
+        opset: Version of the ONNX operators; default what the installed torch prefers.
+        int8: Whether to write a quantised graph too.
+        dataset: Labelled images on which graphs are measured, one split of `load_splits`.
+        batch_size: Images per run of the graph on them.
+
+    Returns:
+        What export.json holds: inputs, opset, thresholds, sizes of the files, and what was measured.
+    """
+    for name in ("onnx", "onnxscript", "onnxruntime"):
+        try:
+            importlib.import_module(name)
+        except ImportError as error:
+            raise ImportError(f"the export needs {name} ({error}): `pip install 'avgk_hf[onnx]'`.") from error
+    config = model.config
+    module = exportable(model, k)
+    k = _own_k(config) if k is None else k
+    head = stored_head(config, k)
+    heads = {key: stored_head(config, float(key)) for key in config.thresholds}
+    thresholds = {key: config.thresholds[key] for key in sorted(heads, key=float) if heads[key] == head}
+    transform = transform_for(model)
+    shape = transform.image(Image.new(transform.mode, (64, 64))).shape  # (C, H, W)
+    _check_writable(Path(out))
+    program = _to_onnx(module, tuple(shape), stored_threshold(config, k), opset)
+    report = {
+        "inputs": {"pixel_values": ["batch", *shape], "lambda_val": []},
+        "outputs": {"scores": ["batch", config.num_labels], "set": ["batch", config.num_labels]},
+        "opset": program.model.opset_imports[""],
+        "k": k,
+        "score": config_score(config),
+        "head": head,
+        "thresholds": thresholds,
+    }
+    left_out = [key for key in config.thresholds if key not in thresholds]
+    if left_out:
+        report["left_out"] = {key: f"its head is {heads[key]!r}" for key in left_out}
+    names = {str(i): config.id2label[i] for i in range(config.num_labels)}
+    processor = _processor(model)
+    known = {name: report[name] for name in ("thresholds", "k", "score", "head", "opset")}
+    for name, value in {**known, "id2label": names, "preprocessing": processor}.items():
+        program.model.metadata_props[name] = json.dumps(value, ensure_ascii=False)
+    files = [MODEL, INT8] if int8 else [MODEL]
+    with tempfile.TemporaryDirectory() as work:  # a graph that is refused, or a stop, leaves the folder as it was
+        folder = Path(work)
+        program.save(folder / MODEL)
+        report["largest_difference"] = _difference(module, folder / MODEL, tuple(shape), stored_threshold(config, k))
+        if int8:
+            _quantise(folder / MODEL, folder / INT8)
+        report["bytes"] = {name: (folder / name).stat().st_size for name in files}
+        if dataset is not None:
+            report["split"], report["num_images"] = str(dataset.split or "the dataset"), len(dataset)
+            report["measured"] = {
+                name: measure_onnx(folder / name, dataset, model, thresholds, batch_size) for name in files
+            }
+        (folder / PROCESSOR).write_text(json.dumps(processor, indent=2) + "\n", encoding="utf-8")
+        (folder / REPORT).write_text(json.dumps(report, indent=2) + "\n", encoding="utf-8")
+        with replacing(out) as new:
+            for path in folder.iterdir():
+                shutil.copyfile(path, new / path.name)
+    if not int8:
+        Path(out, INT8).unlink(missing_ok=True)  # of another model
+    return report
+
+
+def _check_writable(out: Path) -> None:
+    """Refuse a folder that cannot be written, before the work is done."""
+    try:
+        out.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryFile(dir=out):
+            pass
+    except OSError as error:
+        raise OSError(f"{out} cannot be written ({error.strerror}): name another folder with --out.") from error
+
+
+def _to_onnx(module: SetClassifier, shape: tuple[int, ...], lambda_val: float, opset: int | None) -> Any:
+    """The ONNX program of a module; the batch of the example is not 1, which would be taken for a constant."""
+    if opset is not None and (isinstance(opset, bool) or not isinstance(opset, int) or opset < 1):
+        raise ValueError(f"opset={opset!r} must be a whole number, e.g. `--opset 18`.")
+    inputs = torch.zeros(2, *shape), torch.tensor(lambda_val, dtype=torch.float32)
+    with warnings.catch_warnings(), _quiet("torch.onnx", "onnxscript", "onnx_ir"):
+        warnings.simplefilter("ignore")  # of torch to itself
+        try:
+            program = torch.onnx.export(
+                module, inputs, dynamo=True, opset_version=opset, verbose=False,
+                dynamic_shapes={"pixel_values": {0: "batch"}, "lambda_val": None}, **NAMES,
+            )  # fmt: skip
+        except (torch.onnx.errors.OnnxExporterError, RuntimeError, ValueError) as error:
+            reason = " ".join(str(error).split())[:300]
+            raise ValueError(f"torch cannot export this model to ONNX ({reason}).") from error
+    given = program.model.opset_imports[""]
+    if opset not in (None, given):
+        raise ValueError(
+            f"opset {opset} cannot be had: torch {torch.__version__} gives {given}. Leave --opset out, or ask for 18"
+            " or later."
+        )
+    for node in program.model.graph.all_nodes():  # torch notes the line of code of each, with local paths
+        node.metadata_props.clear()
+    return program
+
+
+@contextmanager
+def _quiet(*names: str) -> Iterator[None]:
+    """Keep loggers from saying anything below an error for a while; the root logger has the name ""."""
+    loggers = {logger: logger.level for logger in map(logging.getLogger, names)}
+    for logger in loggers:
+        logger.setLevel(logging.ERROR)
+    try:
+        yield
+    finally:
+        for logger, level in loggers.items():
+            logger.setLevel(level)
+
+
+def _session(path: Path) -> Any:
+    import onnxruntime
+
+    return onnxruntime.InferenceSession(str(path), providers=["CPUExecutionProvider"])
+
+
+def _run(session: Any, pixel_values: Tensor, lambda_val: float) -> tuple[np.ndarray, np.ndarray]:
+    return session.run(None, {"pixel_values": pixel_values.numpy(), "lambda_val": np.array(lambda_val, np.float32)})
+
+
+def _difference(module: SetClassifier, path: Path, shape: tuple[int, ...], lambda_val: float) -> float:
+    """The largest difference of a score between torch and the graph; a graph that differs is refused."""
+    pixels = torch.randn(3, *shape, generator=torch.Generator().manual_seed(0))
+    expected, found = module(pixels, torch.tensor(lambda_val))[0].numpy(), _run(_session(path), pixels, lambda_val)[0]
+    difference = float(np.abs(expected - found).max())
+    if not np.allclose(expected, found, rtol=1e-3, atol=1e-4):
+        raise ValueError(
+            f"the exported graph gives other scores than torch, by up to {difference:.2g}: this model cannot be used"
+            " as ONNX with the installed versions of torch and onnxruntime."
+        )
+    return difference
+
+
+def _quantise(source: Path, target: Path) -> None:
+    import onnx
+    from onnxruntime.quantization import QuantType, quantize_dynamic
+
+    model = onnx.load(source)
+    del model.graph.value_info[:]  # shapes that the quantiser would compare with those of the layers it transposes
+    with _quiet(""):
+        # unsigned, because products with signed 8-bit weights saturate on x86 processors without VNNI
+        quantize_dynamic(model, target, weight_type=QuantType.QUInt8)
+    quantised = onnx.load(target)
+    for prop in [prop for prop in quantised.metadata_props if prop.key == "onnx.infer"]:  # all of ours are JSON
+        quantised.metadata_props.remove(prop)
+    onnx.save(quantised, target)
+
+
+def measure_onnx(
+    path: str | Path, dataset: Dataset, model: PreTrainedModel, thresholds: dict[str, float], batch_size: int = 64
+) -> dict[str, float]:
+    """Average-K accuracy and mean set size of an exported graph, as `avgk evaluate` measures them.
+
+    Args:
+        path: The graph.
+        dataset: Labelled images, one split of `load_splits`.
+        model: The model it was made from, for its classes and preprocessing.
+        thresholds: {K as text: lambda_val}.
+        batch_size: Images per run.
+    """
+    dataset, session = align_labels(dataset, model.config), _session(Path(path))
+    lambdas = {float(key): lambda_val for key, lambda_val in thresholds.items()}
+    statistics = SetStatistics(lambdas, len(dataset), lambdas)
+    loader = torch.utils.data.DataLoader(
+        prepare(dataset, transform_for(model)), batch_size, collate_fn=default_data_collator
+    )
+    for batch in tqdm(loader, desc=Path(path).name, unit="batch"):
+        scores, _ = _run(session, batch["pixel_values"], 0.0)
+        statistics.update(torch.from_numpy(scores), batch["labels"])
+    results, metrics = statistics.compute(), {}
+    for k, result in results.items():
+        metrics |= {f"{name}@{k_key(k)}": result[name] for name in ("average_k_accuracy", "mean_set_size")}
+    return metrics
+
+
+def _processor(model: PreTrainedModel) -> dict[str, Any]:
+    """What the image processor does, as preprocessor_config.json holds it."""
+    config = model.config
+    if isinstance(model, AvgKForImageClassification):
+        return {name: getattr(config, name) for name in ("image_processor_type", "architecture", "pretrained_cfg")}
+    return json.loads(AutoImageProcessor.from_pretrained(model.name_or_path).to_json_string())
+
+
+def describe(report: dict[str, Any], out: str | Path) -> str:
+    """The report as text."""
+    shape = " x ".join(map(str, report["inputs"]["pixel_values"]))
+    lines = [
+        f"inputs: pixel_values ({shape}), lambda_val; outputs: scores, set; opset {report['opset']}; head"
+        f" {report['head']}; thresholds for K in {', '.join(report['thresholds'])}",
+        f"largest difference of a score from torch: {report['largest_difference']:.1e}",
+    ]
+    lines += [f"left out: K = {key}, because {reason}" for key, reason in report.get("left_out", {}).items()]
+    for name, size in report["bytes"].items():
+        line = f"{Path(out) / name}: {size / 1e6:.2f} MB"
+        for key in report["thresholds"] if "measured" in report else ():
+            found = report["measured"][name]
+            accuracy, mean = found[f"average_k_accuracy@{key}"], found[f"mean_set_size@{key}"]
+            line += f"\n  average-{key} accuracy {100 * accuracy:.2f}, mean set size {mean:.3f}"
+        lines.append(line)
+    return "\n".join(lines)

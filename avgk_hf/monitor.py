@@ -1,0 +1,235 @@
+"""Says when the images in use differ from those of the calibration: the mean set size leaves K.
+
+A model that was calibrated for K = 5 and returns 9 classes on average should say so, without labels. Like the
+pipeline, this file travels with a saved model as remote code.
+"""
+
+import logging
+import math
+from collections.abc import Iterable, Mapping
+from statistics import NormalDist
+from typing import Any
+
+import numpy as np
+import torch
+
+from .sets import _own_k, check_k, is_number, k_key, stored_threshold
+
+logger = logging.getLogger(__name__)
+LARGEST_BET = 0.5  # of what can be bet without the risk of losing everything
+STEP = 1.02  # the history keeps a point whenever the number of images grew by this factor
+
+
+class SetSizeMonitor:
+    """The mean set size of a stream of images with a confidence sequence, and one warning when it leaves K.
+
+    The interval holds at every moment at once: with images whose set sizes X_1, X_2, ... have the mean mu, the chance
+    that mu is *ever* outside is at most 1 - confidence, however often one looks and whenever one stops. With mu_i and
+    s2_i the mean and variance of the sizes before image i (and one more value, K and K^2), E = log(2 / (1 -
+    confidence)), and bets a_i = min(sqrt(2 E / (s2_i i log(1 + i))), 1 / (2 c_i)),
+
+        lower = [sum a_i mu_i + sum log(1 + a_i (X_i - mu_i)) - E] / sum a_i,    c_i = mu_i,
+        upper = [sum a_i mu_i - sum log(1 - a_i (X_i - mu_i)) + E] / sum a_i,    c_i = M - mu_i.
+
+    Why: a_i and mu_i are fixed before image i, so 1 + a_i (X_i - mu_i) >= 1/2 has the mean 1 + a_i (mu - mu_i) <=
+    exp(a_i (mu - mu_i)); the product of the quotients is a nonnegative supermartingale that starts at 1, and by
+    Ville's inequality ever reaches 2 / (1 - confidence) with a chance of at most (1 - confidence) / 2 on each side.
+    This is the predictable plug-in empirical Bernstein confidence sequence of Waudby-Smith and Ramdas, *Estimating
+    means of bounded random variables by betting* (JRSS B 86, 2024, theorem 2), without the last step of its proof,
+    which replaces the logarithm by a quadratic bound that a few large sets would make very loose.
+
+    The lower bound, which tells that sets grew, needs nothing but sizes that are not negative; the number of classes
+    does not enter. The upper bound needs M, the largest size that is possible, and about 8 M / (K - mu) images to tell
+    that sets shrank. Softmax scores sum to 1, so at most 1 / lambda_val classes reach lambda_val: `from_config` takes
+    that for M, which is far below 1,081 classes.
+
+    `drifted` compares the interval with K and a margin, not with K alone: lambda_val is an estimate from the n images
+    of the calibration, so that even on images like those the mean settles at K only up to about s / sqrt(n), s the
+    standard deviation of the sizes, and a long stream would find that difference. The margin is z s / sqrt(n), z the
+    normal quantile of `confidence`, plus `tolerance` K. Images like those of the calibration then raise a false
+    warning with a chance of at most 2 (1 - confidence), one half for the stream and one for the calibration; the
+    second is an approximation for large n.
+
+    Two things to know. Images have to come in no particular order: one class after the other changes the mean on the
+    way. And the mean is that of all images since the start, with more weight on the first: to see a change that
+    begins late, begin a new monitor every day, or every few thousand images.
+
+    Args:
+        k: The average set size that was calibrated.
+        num_labels: L.
+        confidence: Of the interval, at all times together.
+        tolerance: Relative deviation from K that is no drift.
+        num_calibrated: n, the number of images of the calibration; None where it is not known.
+        max_size: M, the largest possible size; default L.
+        source: What was calibrated on, for the warning.
+
+    Example:
+        >>> rng = np.random.default_rng(0)
+        >>> monitor = SetSizeMonitor(k=5, num_labels=1000, num_calibrated=2000)
+        >>> monitor.update(rng.geometric(1 / 5, 1000))
+        >>> monitor.drifted, round(monitor.mean, 2), [round(bound, 1) for bound in monitor.interval]
+        (False, 5.11, [4.8, 12.4])
+    """
+
+    def __init__(
+        self,
+        k: float,
+        num_labels: int,
+        confidence: float = 0.95,
+        tolerance: float = 0.05,
+        num_calibrated: int | None = None,
+        max_size: int | None = None,
+        source: str | None = None,
+    ) -> None:
+        for name, value in (("num_labels", num_labels), ("num_calibrated", num_calibrated), ("max_size", max_size)):
+            optional = value is None and name != "num_labels"
+            if not optional and (isinstance(value, bool) or not isinstance(value, (int, np.integer)) or value < 1):
+                raise ValueError(f"{name}={value!r} must be a whole number of at least 1.")
+        self.k = check_k(k, num_labels)
+        if not is_number(confidence) or not 0 < confidence < 1:
+            raise ValueError(f"confidence={confidence!r} must lie strictly between 0 and 1, e.g. `confidence=0.95`.")
+        if not is_number(tolerance) or not 0 <= tolerance < math.inf:
+            raise ValueError(f"tolerance={tolerance!r} must be a finite number >= 0; 0.05 allows 5% of K.")
+        if max_size is not None and not k < max_size <= num_labels:
+            raise ValueError(
+                f"max_size={max_size} must lie in ({k_key(k)}, {num_labels}], above K and at most the number of"
+                " classes: it is the largest size that a set can have."
+            )
+        self.num_labels, self.max_size = int(num_labels), int(max_size or num_labels)
+        self.confidence, self.tolerance = confidence, tolerance
+        self.num_calibrated, self.source = num_calibrated, source
+        self.num_images = 0
+        self.drifted = False
+        self.history: list[tuple[int, float, float, float]] = []
+        self._evidence = math.log(2 / (1 - confidence))
+        self._total = 0
+        self._squares = 0.0  # of the distance of each size from the mean before it
+        # for the lower and the upper bound: sum of a_i, of a_i mu_i, and of the logarithms
+        self._sums = [[0.0, 0.0, 0.0], [0.0, 0.0, 0.0]]
+
+    @classmethod
+    def from_config(cls, config: Any, k: float | None = None, **kwargs: Any) -> "SetSizeMonitor":
+        """A monitor for a calibrated model of any class.
+
+        Args:
+            config: The model's config with thresholds.
+            k: Average set size, one that was calibrated; default the model's own.
+            kwargs: Further arguments of the class, e.g. `tolerance=0.1`.
+        """
+        lambda_val = stored_threshold(config, k)
+        k = _own_k(config) if k is None else k
+        record = getattr(config, "calibration", None)
+        record = record if isinstance(record, Mapping) else {}
+        number = record.get("num_examples")
+        largest = config.num_labels
+        if getattr(config, "score", "softmax") == "softmax" and lambda_val > 0:
+            # probabilities that sum to 1, up to rounding
+            largest = min(largest, max(math.floor(k) + 1, math.floor((1 + 1e-4) / lambda_val)))
+        given = {
+            "num_calibrated": number if isinstance(number, int) and number > 0 else None,
+            "max_size": largest,
+            "source": record.get("dataset"),
+        }
+        return cls(k, config.num_labels, **{**given, **kwargs})
+
+    @property
+    def mean(self) -> float:
+        """The mean set size of the images seen; NaN before the first."""
+        return self._total / self.num_images if self.num_images else math.nan
+
+    @property
+    def interval(self) -> tuple[float, float]:
+        """Lower and upper bound of the mean set size, valid at all times together."""
+        if not self.num_images:
+            return 0.0, float(self.max_size)
+        (bets, means, logs), (upper_bets, upper_means, upper_logs) = self._sums
+        lower = (means + logs - self._evidence) / bets
+        upper = (upper_means - upper_logs + self._evidence) / upper_bets
+        return max(lower, 0.0), min(upper, float(self.max_size))
+
+    @property
+    def margin(self) -> float:
+        """How far from K the mean may be: the tolerance, and what the calibration cannot tell."""
+        if self.num_calibrated is None or not self.num_images:
+            return self.tolerance * self.k
+        z = NormalDist().inv_cdf((1 + self.confidence) / 2)
+        deviation = math.sqrt(self._squares / self.num_images)
+        return self.tolerance * self.k + z * deviation / math.sqrt(self.num_calibrated)
+
+    def update(self, sizes: Any) -> None:
+        """Take in the next images; how they are divided into batches makes no difference.
+
+        Args:
+            sizes: The set sizes (b,) of b images, or their sets: a boolean mask (b, L), or one list of classes for
+                each image. Sizes are those at the threshold, before a smallest or largest size is imposed.
+        """
+        for size in self._sizes(sizes):
+            self._take(size)
+
+    def _take(self, size: int) -> None:
+        number = self.num_images + 1
+        mean = (self.k + self._total) / number
+        variance = (self.k**2 + self._squares) / number
+        bet = math.sqrt(2 * self._evidence / (variance * number * math.log(1 + number)))
+        for sums, scale, gain in zip(
+            self._sums, (mean, self.max_size - mean), (size - mean, mean - size), strict=True
+        ):
+            a = min(bet, LARGEST_BET / scale)
+            sums[0] += a
+            sums[1] += a * mean
+            sums[2] += math.log1p(a * gain)
+        self.num_images = number
+        self._total += size
+        self._squares += (size - mean) ** 2
+        lower, upper = self.interval
+        if not self.history or number >= STEP * self.history[-1][0]:
+            self.history.append((number, self.mean, lower, upper))
+        if not self.drifted and (lower > self.k + self.margin or upper < self.k - self.margin):
+            self.drifted = True
+            logger.warning(self.message())
+
+    def message(self) -> str:
+        """What was calibrated, what is seen, and, where they differ, what to do."""
+        lower, upper = self.interval
+        where = f" on {self.num_calibrated} images" if self.num_calibrated else ""
+        where += f" of {self.source}" if self.source else ""
+        seen = (
+            f"calibrated{where} for sets of {k_key(self.k)} classes on average; after {self.num_images} images the"
+            f" mean is {self.mean:.2f} ({100 * self.confidence:g}% interval {lower:.2f} to {upper:.2f})"
+        )
+        if not self.drifted:
+            return f"no drift: {seen}."
+        return (
+            f"drift: {seen}. These images differ from those of the calibration, so K and the measured accuracies do"
+            " not hold for them: calibrate on images like these with `avgk calibrate MODEL DATASET`."
+        )
+
+    def _sizes(self, sizes: Any) -> list[int]:
+        """Set sizes as whole numbers; anything else is refused before any of it is counted."""
+        if isinstance(sizes, (str, bytes, Mapping)) or not isinstance(sizes, (Iterable, torch.Tensor)):
+            raise ValueError(f"sizes={sizes!r}: expected the set sizes of images, e.g. `[3]` for one image, or sets.")
+        if not isinstance(sizes, (torch.Tensor, np.ndarray)):
+            sizes = list(sizes)
+            if sizes and all(isinstance(one, (list, tuple, set, frozenset)) for one in sizes):
+                sizes = [len(one) for one in sizes]
+        if isinstance(sizes, torch.Tensor):
+            sizes = sizes.detach().cpu().numpy()
+        try:
+            values = np.asarray(sizes)
+        except ValueError:
+            values = np.empty((0, 0, 0))
+        if values.dtype == bool and values.ndim == 2 and values.shape[1] == self.num_labels:
+            values = values.sum(1)
+        if values.size == 0 and values.ndim == 1:
+            return []
+        if values.ndim != 1 or values.dtype.kind not in "iu":
+            raise ValueError(
+                f"sizes of shape {values.shape} and type {values.dtype}: expected whole numbers (images,), a boolean"
+                f" mask (images, {self.num_labels}), or one list of classes for each image."
+            )
+        if values.min() < 0 or values.max() > self.max_size:
+            wrong = values.min() if values.min() < 0 else values.max()
+            raise ValueError(
+                f"a set of {wrong} classes: sizes lie in [0, {self.max_size}]. Is this monitor that of the same model?"
+            )
+        return values.tolist()
