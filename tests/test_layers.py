@@ -14,7 +14,7 @@ LAYERS = [
     {"auto", "training_args", "model_card", "hub", "runs"},
     {"trainer", "report"},
     {"calibrate"},
-    {"plots"},
+    {"app", "plots"},
     {"train"},
     {"comparison", "demo", "sweep"},
     {"verdict"},
