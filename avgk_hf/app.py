@@ -44,25 +44,28 @@ BY_SIZE, BY_COVERAGE = "average size", "coverage"
 CSS = """
 #avgk-image img { width: 100%; height: 100%; object-fit: contain; }
 #avgk-image.small img { image-rendering: pixelated; }
+#avgk-examples { border: 0 !important; background: none; }
+#avgk-examples .grid-wrap { height: auto; min-height: 0; max-height: none; overflow: visible; padding: 0; }
+#avgk-examples .grid-container { grid-template-columns: repeat(4, minmax(0, 1fr)); padding: 0; gap: .5rem; }
 #avgk-examples img { object-fit: contain; image-rendering: pixelated; }
-.avgk h2 { margin: 0 0 .2rem; font-size: 1.05rem; }
+#avgk-examples .caption-label { font-size: .75rem; padding: .05rem .3rem; max-width: 100%; }
+.avgk h2 { margin: 0 0 .4rem; font-size: 1.05rem; }
 .avgk p { margin: 0 0 .5rem; }
 .avgk .count { font-size: 1.5rem; font-weight: 650; }
-.avgk .quiet { color: var(--body-text-color-subdued); }
+.avgk .quiet, .avgk thead th, .avgk .below th, .avgk .below td.number { color: var(--body-text-color); opacity: .75; }
+.avgk .quiet, .avgk thead th { font-size: .85rem; }
 .avgk .alert { border-left: 4px solid #b91c1c; padding: .6rem .8rem; background: var(--background-fill-secondary); }
-.avgk .scroll { max-height: 26rem; overflow-y: auto; }
-.avgk table { width: 100%; border-collapse: collapse; margin: 0; }
-.avgk th, .avgk td { padding: .22rem .5rem; border: 0; text-align: left; vertical-align: middle; font-weight: 400; }
-.avgk thead th { color: var(--body-text-color-subdued); font-size: .85rem; }
+.avgk .scroll { max-height: 26rem; overflow-y: auto; margin-bottom: .5rem; }
+.avgk table { width: 100%; border-collapse: collapse; border: 0; margin: 0; table-layout: fixed; }
+.avgk tr { border: 0; border-bottom: 1px solid var(--border-color-primary); }
+.avgk th, .avgk td { padding: .25rem .5rem; border: 0; text-align: left; vertical-align: middle; font-weight: 400; }
 .avgk td.number, .avgk th.number { text-align: right; font-variant-numeric: tabular-nums; white-space: nowrap; }
-.avgk .set th[scope=row] { width: 38%; font-weight: 600; }
-.avgk .set .below th, .avgk .set .below td { color: var(--body-text-color-subdued); font-weight: 400; }
-.avgk .track { position: relative; height: 1rem; min-width: 5rem; background: var(--background-fill-secondary); }
-.avgk .bar { height: 100%; min-width: 2px; background: #1d4ed8; }
+.avgk .set .in th { font-weight: 600; }
+.avgk .track { position: relative; height: 1rem; background: var(--background-fill-secondary); }
+.avgk .bar { height: 100%; min-width: 2px; background: #2563eb; }
 .avgk .below .bar { background: #94a3b8; }
-.avgk .mark { position: absolute; top: -.25rem; bottom: -.25rem; width: 2px; background: #c2410c; }
-.avgk .key { display: inline-block; width: 2px; height: .9em; margin: 0 .3em; background: #c2410c; }
-.avgk .growth td:nth-child(3) { width: 22%; }
+.avgk .mark { position: absolute; top: -.3rem; bottom: -.3rem; width: 2px; background: #c2410c; }
+.avgk .key { display: inline-block; width: 2px; height: .9em; margin: 0 .4em 0 .2em; background: #c2410c; }
 .avgk .growth .now th, .avgk .growth .now td { background: var(--background-fill-secondary); font-weight: 600; }
 """
 HINT = "Drop an image, or choose one of the examples."
@@ -86,7 +89,7 @@ def coverage_thresholds(config: Any) -> dict[str, float]:
 
 def image_scores(model: PreTrainedModel, transform: ImageTransform, path: str | Path) -> dict[str, Tensor]:
     """The scores (1, L) of an image, of every head that answers for some recorded K: one, unless `head="auto"`."""
-    pixels = transform.image(path, name=Path(path).name)[None]  # the name alone: visitors need not know our folders
+    pixels = transform.image(path)[None]
     heads = {stored_head(model.config, k): k for k in recorded_ks(model.config)}
     return {head: model_scores(model, pixels, k) for head, k in heads.items()}
 
@@ -139,6 +142,7 @@ def set_html(config: Any, scores: Tensor, lambda_val: float, question: str) -> s
     text = [
         f'<div class="avgk"><p role="status"><span class="count">{count(classes)}</span> for {question}</p>',
         '<div class="scroll" tabindex="0" role="region" aria-label="Predicted set"><table class="set">',
+        '<colgroup><col style="width:38%"><col><col style="width:5rem"></colgroup>',
         '<thead><tr><th scope="col">class</th><td></td><th scope="col" class="number">score</th></tr></thead>',
         f'<tbody class="in">{"".join(map(row, classes))}</tbody>',
         f'<tbody class="below" aria-label="Not in the set">{"".join(map(row, below))}</tbody></table></div>',
@@ -174,9 +178,10 @@ def growth_html(config: Any, rows: Sequence[tuple[str, Tensor, float]], now: str
             f'<td aria-hidden="true">{bar}</td><td>{names or "–"}</td></tr>'
         )
     head = f'<th scope="col">{first}</th><th scope="col" class="number">classes</th><td></td><th scope="col">join</th>'
+    columns = '<colgroup><col style="width:5rem"><col style="width:4.5rem"><col style="width:20%"><col></colgroup>'
     return (
         '<div class="avgk"><h2>How the set of this image grows</h2><div class="scroll" tabindex="0" role="region"'
-        f' aria-label="Growth of the set"><table class="growth"><thead><tr>{head}</tr></thead>'
+        f' aria-label="Growth of the set"><table class="growth">{columns}<thead><tr>{head}</tr></thead>'
         f"<tbody>{''.join(body)}</tbody></table></div></div>"
     )
 
@@ -277,7 +282,7 @@ def build_page(model: PreTrainedModel, name: str, examples: Sequence[tuple[Path,
         try:
             return image_scores(model, transform, path)
         except (ValueError, OSError) as error:
-            return str(error)
+            return str(error).replace(path, Path(path).name)  # where the server keeps it is nobody's business
 
     def show(found: dict[str, Tensor] | str | None, ask: str, k: float, coverage: str | None) -> tuple[str, str]:
         if found is None:
@@ -330,9 +335,14 @@ def build_page(model: PreTrainedModel, name: str, examples: Sequence[tuple[Path,
                     elem_id="avgk-coverage",
                 )
                 if examples:
+                    gr.HTML(
+                        '<div class="avgk"><h2>Examples, from clear to hopeless</h2><p class="quiet">with the size of'
+                        f" their sets for K = {k_key(own_k)}</p></div>"
+                    )
                     gallery = gr.Gallery(
                         [(str(path), count(size)) for path, size in examples],
-                        label=f"Examples, from clear to hopeless, with their sizes for K = {k_key(own_k)}",
+                        label="Examples, from clear to hopeless",
+                        show_label=False,
                         columns=4,
                         height="auto",
                         allow_preview=False,
@@ -373,7 +383,12 @@ def launch(page: gr.Blocks, examples: Sequence[tuple[Path, int]] = (), **options
         examples: The examples it was built with; the only files that it may serve besides those that are uploaded.
         options: As in `gr.Blocks.launch`.
     """
-    theme = gr.themes.Default(font=["system-ui", "sans-serif"], font_mono=["ui-monospace", "monospace"])
+    theme = gr.themes.Default(
+        primary_hue="blue", font=["system-ui", "sans-serif"], font_mono=["ui-monospace", "monospace"]
+    )
+    for shade in ("", "_dark"):  # Gradio's grey is too faint to be read by everybody
+        grey = f"*neutral_{300 if shade else 600}"
+        theme.set(**{f"{name}{shade}": grey for name in ("body_text_color_subdued", "block_info_text_color")})
     page.queue(default_concurrency_limit=4).launch(
         theme=theme,
         css=CSS,

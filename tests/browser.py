@@ -1,12 +1,11 @@
 """A real browser on the page of `avgk app`, for tests/test_app.py and for the picture in the README:
 
-    python tests/browser.py MODEL docs/app.png
+python tests/browser.py MODEL docs/app.png
 """
 
 import json
 import os
 import shutil
-import signal
 import socket
 import subprocess
 import sys
@@ -23,6 +22,7 @@ ROOT = Path(__file__).parent.parent
 CHROMIUM, DRIVER = shutil.which("chromium"), shutil.which("chromedriver")
 FLAGS = ["--headless=new", "--no-sandbox", "--disable-gpu", "--disable-quic", "--no-first-run"]
 FLAGS += ["--disable-background-networking", "--disable-component-update", "--disable-sync", "--disable-dev-shm-usage"]
+FLAGS += ["--hide-scrollbars"]
 
 
 @contextmanager
@@ -64,7 +64,7 @@ def running(command, url, seconds=120, **kwargs):
                 time.sleep(0.2)
             yield process
         finally:
-            process.send_signal(signal.SIGINT)
+            process.terminate()
             try:
                 process.wait(20)
             except subprocess.TimeoutExpired:
@@ -130,13 +130,13 @@ class Page:
 
 def screenshot(model, path, example=5):
     """The page with one of its examples, as in the README."""
-    with app(model) as url, chromium(1180, 1000) as driver:
+    with app(model) as url, chromium(1080, 980) as driver:
         page = Page(driver, url)
-        page.until(f"#avgk-examples button:nth-of-type({example})").send_keys(Keys.ENTER)
+        page.until("#avgk-examples button")
+        page.all("#avgk-examples button")[int(example) - 1].send_keys(Keys.ENTER)
         page.await_status("for K")
         time.sleep(1)  # the pictures are loaded, and the page has its final size
-        height = driver.execute_script("return document.querySelector('gradio-app').scrollHeight")
-        driver.set_window_size(1180, height + 140)
+        driver.set_window_size(1080, 980)
         time.sleep(1)
         driver.save_screenshot(str(path))
 
