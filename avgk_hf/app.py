@@ -49,12 +49,13 @@ CSS = """
 #avgk-examples .grid-container { grid-template-columns: repeat(4, minmax(0, 1fr)); padding: 0; gap: .5rem; }
 #avgk-examples img { object-fit: contain; image-rendering: pixelated; }
 #avgk-examples .caption-label { font-size: .75rem; padding: .05rem .3rem; max-width: 100%; }
+#avgk-growth:not(:has(.avgk)) { display: none; }
 .avgk h2 { margin: 0 0 .4rem; font-size: 1.05rem; }
 .avgk p { margin: 0 0 .5rem; }
 .avgk .count { font-size: 1.5rem; font-weight: 650; }
 .avgk .quiet, .avgk thead th, .avgk .below th, .avgk .below td.number { color: var(--body-text-color); opacity: .75; }
 .avgk .quiet, .avgk thead th { font-size: .85rem; }
-.avgk .alert { border-left: 4px solid #b91c1c; padding: .6rem .8rem; background: var(--background-fill-secondary); }
+.avgk .alert { border-left: 4px solid #b91c1c; padding: .6rem .8rem; overflow-wrap: anywhere; }
 .avgk .scroll { max-height: 26rem; overflow-y: auto; margin-bottom: .5rem; }
 .avgk table { width: 100%; border-collapse: collapse; border: 0; margin: 0; table-layout: fixed; }
 .avgk tr { border: 0; border-bottom: 1px solid var(--border-color-primary); }

@@ -105,11 +105,10 @@ class Page:
             clear.click()
         self.until("#avgk-image input[type=file]").send_keys(str(path))
 
-    @property
-    def classes(self):
-        """Class ids of the set that is shown, in their order."""
-        script = "return [...document.querySelectorAll('#avgk-set .in tr')].map(row => +row.dataset.class)"
-        return self.driver.execute_script(script)
+    def rows(self, css):
+        """The cells of a table's rows, as text."""
+        script = "return [...document.querySelectorAll(arguments[0])].map(row => [...row.cells].map(c => c.innerText))"
+        return self.driver.execute_script(script, f"{css} tr")
 
     @property
     def status(self):
