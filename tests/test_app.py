@@ -9,7 +9,6 @@ from pathlib import Path
 from urllib.parse import urlparse
 from urllib.request import urlopen
 
-import browser
 import pytest
 from hub_server import HubServer
 from huggingface_hub import ModelCard
@@ -17,6 +16,7 @@ from selenium.webdriver import Keys
 from transformers import pipeline
 
 import avgk_hf.auto  # noqa: F401
+import browser
 from avgk_hf.app import BY_COVERAGE, answer, build_page, coverage_thresholds, example_images, image_scores, write_space
 from avgk_hf.calibrate import load_classifier, transform_for
 from avgk_hf.cli import main
