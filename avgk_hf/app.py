@@ -78,9 +78,12 @@ def recorded_ks(config: Any) -> list[float]:
 
 
 def threshold_for(config: Any, k: float) -> tuple[float, float]:
-    """The recorded K nearest to `k`, and its lambda_val."""
-    nearest = min(recorded_ks(config), key=lambda recorded: abs(recorded - k))
-    return nearest, stored_threshold(config, nearest)
+    """The K that is answered for, `k` or else the recorded one that is nearest, and its lambda_val."""
+    try:
+        return k, stored_threshold(config, k)
+    except ValueError:
+        nearest = min(recorded_ks(config), key=lambda recorded: abs(recorded - k))
+        return nearest, stored_threshold(config, nearest)
 
 
 def coverage_thresholds(config: Any) -> dict[str, float]:
@@ -204,7 +207,8 @@ def answer(config: Any, scores: dict[str, Tensor], ask: str, k: float, coverage:
         now, question = _percent(coverage), f"{_percent(coverage)} coverage"
         return set_html(config, own, dict(recorded)[coverage], question), growth_html(config, rows, now, "coverage")
     asked, lambda_val = threshold_for(config, k)
-    rows = [(k_key(r), scores[stored_head(config, r)], stored_threshold(config, r)) for r in recorded_ks(config)]
+    ks = sorted({*recorded_ks(config), asked})
+    rows = [(k_key(each), scores[stored_head(config, each)], stored_threshold(config, each)) for each in ks]
     question = f"K = {k_key(asked)}" + f", the recorded K nearest to {k_key(k)}" * (asked != k)
     own = scores[stored_head(config, asked)]
     return set_html(config, own, lambda_val, question), growth_html(config, rows, k_key(asked), "K")

@@ -17,7 +17,16 @@ from transformers import pipeline
 
 import avgk_hf.auto  # noqa: F401
 import browser
-from avgk_hf.app import BY_COVERAGE, answer, build_page, coverage_thresholds, example_images, image_scores, write_space
+from avgk_hf.app import (
+    BY_COVERAGE,
+    answer,
+    build_page,
+    coverage_thresholds,
+    example_images,
+    image_scores,
+    threshold_for,
+    write_space,
+)
 from avgk_hf.calibrate import load_classifier, transform_for
 from avgk_hf.cli import main
 from avgk_hf.train import main as train
@@ -205,11 +214,15 @@ def test_class_names_cannot_write_to_the_page(make_model, image_folder):
         assert "<script>" not in text and "&lt;script&gt;" in text
 
 
-def test_between_recorded_values_the_nearest_answers(make_model, image_folder):
+def test_between_recorded_values_a_threshold_in_between_or_the_nearest_answers(make_model, image_folder):
     model = make_model()
     model.config.set_calibration({1: 0.2, 2: 0.1, 5: 0.05}, {})
     scores = image_scores(model, transform_for(model), image_folder / "test" / "oak" / "0.png")
-    assert "K = 5, the recorded K nearest to 4<" in answer(model.config, scores, "average size", 4, None)[0]
+    asked, lambda_val = threshold_for(model.config, 4)
+    assert (asked == 4 and 0.05 < lambda_val < 0.1) or (asked, lambda_val) == (5, 0.05)
+    text, growth = answer(model.config, scores, "average size", 4, None)
+    assert f"for K = {asked}" in text and f"threshold {lambda_val:.4g}" in text
+    assert growth.count('aria-current="true"') == 1
 
 
 def test_what_cannot_be_shown_is_refused_at_the_start(make_model, tmp_path, model_folder, capsys):
