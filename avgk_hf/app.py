@@ -9,6 +9,7 @@ of the image live in a `gr.State`. Nothing is fetched from other machines.
 
 import html
 import importlib.metadata
+import os
 import shutil
 import socket
 import sys
@@ -394,6 +395,9 @@ def launch(page: gr.Blocks, examples: Sequence[tuple[Path, int]] = (), **options
     for shade in ("", "_dark"):  # Gradio's grey is too faint to be read by everybody
         grey = f"*neutral_{300 if shade else 600}"
         theme.set(**{f"{name}{shade}": grey for name in ("body_text_color_subdued", "block_info_text_color")})
+    # Gradio asks its own server whether it is there, and a proxy could not tell
+    known = os.environ.get("no_proxy") or os.environ.get("NO_PROXY")
+    os.environ["no_proxy"] = ",".join(filter(None, [known, "127.0.0.1", "localhost"]))
     page.queue(default_concurrency_limit=4).launch(
         theme=theme,
         css=CSS,

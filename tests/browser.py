@@ -14,6 +14,7 @@ import time
 from contextlib import contextmanager
 from pathlib import Path
 
+from PIL import Image
 from selenium.webdriver import Chrome, ChromeOptions, ChromeService, Keys
 from selenium.webdriver.common.by import By
 from selenium.webdriver.support.wait import WebDriverWait
@@ -48,7 +49,7 @@ def free_port():
 
 
 @contextmanager
-def running(command, url, seconds=120, **kwargs):
+def running(command, url, seconds=240, **kwargs):
     """A server in a process of its own, from when it answers until it is interrupted."""
     with tempfile.TemporaryFile("w+") as log:
         process = subprocess.Popen(command, stdout=log, stderr=subprocess.STDOUT, text=True, **kwargs)
@@ -77,7 +78,9 @@ def app(model, *options):
     """`avgk app MODEL ...` on a free port; gives its address."""
     port = free_port()
     command = [sys.executable, "-m", "avgk_hf.cli", "app", str(model), "--port", str(port), *options]
-    with running(command, f"http://127.0.0.1:{port}", env={**os.environ, "HF_HUB_OFFLINE": "1"}):
+    nowhere = "http://127.0.0.1:9"  # nothing listens there: the server must not ask anybody else
+    env = {**os.environ, "HF_HUB_OFFLINE": "1", "HTTP_PROXY": nowhere, "HTTPS_PROXY": nowhere}
+    with running(command, f"http://127.0.0.1:{port}", env=env):
         yield f"http://127.0.0.1:{port}"
 
 
@@ -86,7 +89,7 @@ class Page:
 
     def __init__(self, driver, url):
         self.driver, self.url = driver, url
-        self.wait = WebDriverWait(driver, 30)
+        self.wait = WebDriverWait(driver, 60)
         self.open()
 
     def open(self):
@@ -129,15 +132,14 @@ class Page:
 
 def screenshot(model, path, example=5):
     """The page with one of its examples, as in the README."""
-    with app(model) as url, chromium(1080, 980) as driver:
+    with app(model) as url, chromium(1080, 975) as driver:
         page = Page(driver, url)
         page.until("#avgk-examples button")
         page.all("#avgk-examples button")[int(example) - 1].send_keys(Keys.ENTER)
         page.await_status("for K")
-        time.sleep(1)  # the pictures are loaded, and the page has its final size
-        driver.set_window_size(1080, 980)
-        time.sleep(1)
+        time.sleep(1)  # until the pictures are loaded
         driver.save_screenshot(str(path))
+    Image.open(path).convert("RGB").quantize(128).save(path, optimize=True)
 
 
 if __name__ == "__main__":

@@ -3,6 +3,7 @@
 import json
 import os
 import re
+import socket
 import subprocess
 import sys
 from pathlib import Path
@@ -27,10 +28,10 @@ from avgk_hf.app import (
     threshold_for,
     write_space,
 )
-from avgk_hf.calibrate import load_classifier, transform_for
+from avgk_hf.calibrate import calibrate, load_classifier, transform_for
 from avgk_hf.cli import main
 from avgk_hf.train import main as train
-from conftest import CLASSES, RECIPE
+from conftest import CLASSES, RECIPE, save_vit
 
 COVERAGE = {"lac": {"0.5": 0.3, "0.95": 0.05}}
 needs_browser = pytest.mark.skipif(
@@ -221,7 +222,7 @@ def test_between_recorded_values_a_threshold_in_between_or_the_nearest_answers(m
     asked, lambda_val = threshold_for(model.config, 4)
     assert (asked == 4 and 0.05 < lambda_val < 0.1) or (asked, lambda_val) == (5, 0.05)
     text, growth = answer(model.config, scores, "average size", 4, None)
-    assert f"for K = {asked}" in text and f"threshold {lambda_val:.4g}" in text
+    assert f"for K = {asked:g}" in text and f"threshold {lambda_val:.4g}" in text
     assert growth.count('aria-current="true"') == 1
 
 
@@ -248,14 +249,25 @@ def test_what_cannot_be_shown_is_refused_at_the_start(make_model, tmp_path, mode
 
 
 def test_a_port_in_use_is_refused(model_folder, capsys):
-    import socket
-
     with socket.socket() as other:
         other.bind(("127.0.0.1", 0))
         other.listen()
         port = str(other.getsockname()[1])
         assert main(["app", str(model_folder), "--port", port]) == 2
     assert f"--port {port} cannot be used" in capsys.readouterr().err
+
+
+def test_any_classifier_with_thresholds_can_be_shown(splits, image_folder, tmp_path):
+    save_vit(tmp_path)
+    model = load_classifier(str(tmp_path))
+    calibrate(model, splits["validation"], k=[1.5, 3])
+    examples = example_images(model, image_folder / "test")
+    config = build_page(model, "vit", examples).get_config_file()
+    slider = next(c["props"] for c in config["components"] if c["type"] == "slider")
+    assert (slider["minimum"], slider["maximum"], slider["value"], slider["step"]) == (1.5, 3, 1.5, 0.5)
+    path, size = examples[-1]
+    found = pipeline("average-k-image-classification", model=model, image_processor=str(tmp_path))(str(path), k=1.5)
+    assert len(found) == size
 
 
 def test_glyphs_are_drawn_as_examples(make_model, tmp_path):
