@@ -2,7 +2,7 @@ VENV ?= .venv
 PYTHON ?= python3
 PY := "$(VENV)/bin/python"
 
-.PHONY: demo test lint bench clean
+.PHONY: demo test lint bench docs browser clean
 
 demo: $(VENV)/installed
 	$(PY) -m avgk_hf.cli demo
@@ -16,6 +16,14 @@ lint: $(VENV)/installed
 
 bench: $(VENV)/installed
 	$(PY) -m benchmarks
+
+docs: $(VENV)/installed
+	NO_MKDOCS_2_WARNING=1 $(PY) -m mkdocs build --strict --site-dir runs/site
+
+# of tests/test_app.py, which is skipped without it
+browser:
+	command -v chromium && command -v chromedriver || { apt-get update --quiet=2 -o Acquire::Retries=1 && \
+	DEBIAN_FRONTEND=noninteractive apt-get install --quiet=2 --yes --no-install-recommends chromium chromium-driver; }
 
 clean:
 	rm -rf "$(VENV)" runs .pytest_cache .ruff_cache .hypothesis build dist

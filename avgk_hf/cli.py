@@ -132,6 +132,12 @@ def build_parser() -> argparse.ArgumentParser:
     plot.add_argument("runs", nargs="+", metavar="RUN", help="folders of finished `avgk train` runs")
     plot.add_argument("--out", default="runs/plots", help="folder for the pictures, PNG and SVG (%(default)s)")
 
+    app = commands.add_parser("app", help="show a calibrated model's sets on a page in the browser")
+    app.add_argument("model", help="folder or Hub id of a calibrated model")
+    app.add_argument("--port", type=int, default=7860, help="where to listen on 127.0.0.1 (%(default)s)")
+    app.add_argument("--examples", metavar="DIR", help="folder of example images (for glyphs they are drawn)")
+    app.add_argument("--space", metavar="DIR", help="write the page as a folder for a Hugging Face Space instead")
+
     glyphs = commands.add_parser("glyphs", help="write the generated glyphs as an image folder")
     glyphs.add_argument("--out", required=True, help="folder to write split/class/image.png to")
     glyphs.add_argument("--seed", type=int, default=0, help="same seed, same images (%(default)s)")
@@ -320,6 +326,16 @@ def run_plot(args: argparse.Namespace) -> None:
         print(path)
 
 
+def run_app(args: argparse.Namespace) -> None:
+    """`avgk app`."""
+    from .app import serve, write_space
+
+    if args.space:
+        print(write_space(args.model, args.space, args.examples))
+    else:
+        serve(args.model, args.port, args.examples)
+
+
 def run_glyphs(args: argparse.Namespace) -> None:
     """`avgk glyphs`."""
     from .data.glyphs import load_glyphs, write_image_folder
@@ -341,6 +357,7 @@ COMMANDS = {
     "export": run_export,
     "push": run_push,
     "card": run_card,
+    "app": run_app,
     "glyphs": run_glyphs,
 }
 

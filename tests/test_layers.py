@@ -15,7 +15,7 @@ LAYERS = [
     {"auto", "training_args", "model_card", "hub", "runs"},
     {"trainer", "report"},
     {"calibrate"},
-    {"export", "plots"},
+    {"app", "export", "plots"},
     {"train"},
     {"comparison", "demo", "sweep"},
     {"verdict"},

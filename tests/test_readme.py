@@ -50,6 +50,8 @@ def test_every_block_runs(workplace, monkeypatch, capsys):
             arguments = ["my_plants" if a == "glyphs" else SMALL.get(a, a) for a in arguments[1:]]
             if arguments[0] in ("train", "sweep"):
                 arguments += ["--dataset", "my_plants", "--num_train_epochs", "1", "--calibrate_k", "1", "2"]
+            if arguments[0] == "app" and "--space" not in arguments:  # all but the server, which would not end
+                arguments += ["--space", f"runs/app-{len(ran)}"]
             assert main(arguments) == 0, line
             ran.append(arguments[0])
     assert ran.count("python") >= 6 and {"train", "sweep", "report", "evaluate", "calibrate", "plot"} <= set(ran)

@@ -1,0 +1,146 @@
+"""A real browser on the page of `avgk app`, for tests/test_app.py and for the picture in the README:
+
+python tests/browser.py MODEL docs/app.png
+"""
+
+import json
+import os
+import shutil
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+from contextlib import contextmanager
+from pathlib import Path
+
+from PIL import Image
+from selenium.webdriver import Chrome, ChromeOptions, ChromeService, Keys
+from selenium.webdriver.common.by import By
+from selenium.webdriver.support.wait import WebDriverWait
+
+ROOT = Path(__file__).parent.parent
+CHROMIUM, DRIVER = shutil.which("chromium"), shutil.which("chromedriver")
+FLAGS = ["--headless=new", "--no-sandbox", "--disable-gpu", "--disable-quic", "--no-first-run"]
+FLAGS += ["--disable-background-networking", "--disable-component-update", "--disable-sync", "--disable-dev-shm-usage"]
+FLAGS += ["--hide-scrollbars"]
+
+
+@contextmanager
+def chromium(width=1240, height=900):
+    """Headless Debian Chromium with a fresh profile, which logs every request of a page."""
+    with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as profile:
+        options = ChromeOptions()
+        options.binary_location = CHROMIUM
+        for flag in (*FLAGS, f"--user-data-dir={profile}", f"--window-size={width},{height}"):
+            options.add_argument(flag)
+        options.set_capability("goog:loggingPrefs", {"performance": "ALL", "browser": "ALL"})
+        driver = Chrome(options=options, service=ChromeService(DRIVER))
+        try:
+            yield driver
+        finally:
+            driver.quit()
+
+
+def free_port():
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return probe.getsockname()[1]
+
+
+@contextmanager
+def running(command, url, seconds=240, **kwargs):
+    """A server in a process of its own, from when it answers until it is interrupted."""
+    with tempfile.TemporaryFile("w+") as log:
+        process = subprocess.Popen(command, stdout=log, stderr=subprocess.STDOUT, text=True, **kwargs)
+        try:
+            end = time.monotonic() + seconds
+            while True:
+                with socket.socket() as probe:
+                    if probe.connect_ex(("127.0.0.1", int(url.rpartition(":")[2]))) == 0:
+                        break
+                if process.poll() is not None or time.monotonic() > end:
+                    log.seek(0)
+                    raise RuntimeError(f"{command} does not serve {url}: {log.read()}")
+                time.sleep(0.2)
+            yield process
+        finally:
+            process.terminate()
+            try:
+                process.wait(20)
+            except subprocess.TimeoutExpired:
+                process.kill()
+                process.wait()
+
+
+@contextmanager
+def app(model, *options):
+    """`avgk app MODEL ...` on a free port; gives its address."""
+    port = free_port()
+    command = [sys.executable, "-m", "avgk_hf.cli", "app", str(model), "--port", str(port), *options]
+    nowhere = "http://127.0.0.1:9"  # nothing listens there: the server must not ask anybody else
+    env = {**os.environ, "HF_HUB_OFFLINE": "1", "HTTP_PROXY": nowhere, "HTTPS_PROXY": nowhere}
+    with running(command, f"http://127.0.0.1:{port}", env=env):
+        yield f"http://127.0.0.1:{port}"
+
+
+class Page:
+    """What a visitor sees and does."""
+
+    def __init__(self, driver, url):
+        self.driver, self.url = driver, url
+        self.wait = WebDriverWait(driver, 60)
+        self.open()
+
+    def open(self):
+        self.driver.get(self.url)
+        self.until("#avgk-k input[type=range]")
+
+    def all(self, css):
+        return self.driver.find_elements(By.CSS_SELECTOR, css)
+
+    def until(self, css):
+        """The first element that matches, as soon as there is one."""
+        return self.wait.until(lambda _: self.all(css))[0]
+
+    def upload(self, path):
+        for clear in self.all("#avgk-image button[aria-label='Clear'], #avgk-image button[aria-label='Remove Image']"):
+            clear.click()
+        self.until("#avgk-image input[type=file]").send_keys(str(path))
+
+    def rows(self, css):
+        """The cells of a table's rows, as text."""
+        script = "return [...document.querySelectorAll(arguments[0])].map(row => [...row.cells].map(c => c.innerText))"
+        return self.driver.execute_script(script, f"{css} tr")
+
+    @property
+    def status(self):
+        """The sentence above the set, or the message in its place."""
+        found = "const p = document.querySelector('#avgk-set [role]'); return p ? p.innerText : ''"
+        return self.driver.execute_script(found)
+
+    def await_status(self, text):
+        self.wait.until(lambda _: text in self.status, f"{text!r} is not shown, but {self.status!r}")
+
+    def requests(self):
+        """Addresses of all requests since the last call."""
+        messages = [json.loads(entry["message"])["message"] for entry in self.driver.get_log("performance")]
+        sent = [m["params"] for m in messages if m["method"] == "Network.requestWillBeSent"]
+        sockets = [m["params"]["url"] for m in messages if m["method"] == "Network.webSocketCreated"]
+        return [params["request"]["url"] for params in sent] + sockets
+
+
+def screenshot(model, path, example=5):
+    """The page with one of its examples, as in the README."""
+    with app(model) as url, chromium(1080, 975) as driver:
+        page = Page(driver, url)
+        page.until("#avgk-examples button")
+        page.all("#avgk-examples button")[int(example) - 1].send_keys(Keys.ENTER)
+        page.await_status("for K")
+        time.sleep(1)  # until the pictures are loaded
+        driver.save_screenshot(str(path))
+    Image.open(path).convert("RGB").quantize(128).save(path, optimize=True)
+
+
+if __name__ == "__main__":
+    screenshot(*sys.argv[1:])
