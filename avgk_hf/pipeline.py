@@ -105,12 +105,10 @@ class AverageKImageClassificationPipeline(Pipeline):
     ) -> list[dict[str, Any]]:
         """The set of one image."""
         config = self.model.config
-        question = {"k": k, "min_size": min_size, **question}
-        check_request(config, **question)
         scores = head_scores(
             model_outputs["logits"], model_outputs.get("sccp_logits"), stored_head(config, k), config_score(config)
         )
-        classes = ranked_sets(scores, answer(scores, config, **question))[0]
+        classes = ranked_sets(scores, answer(scores, config, k=k, min_size=min_size, **question))[0]
         return [{"label": config.id2label[j], "score": scores[0, j].item()} for j in classes]
 
 
