@@ -112,15 +112,13 @@ class AverageKImageClassificationPipeline(Pipeline):
     ) -> list[dict[str, Any]]:
         """The set of one image."""
         config = self.model.config
-        question = {"k": k, "min_size": min_size, **question}
-        check_request(config, **question)
         scores = head_scores(
             model_outputs["logits"], model_outputs.get("sccp_logits"), stored_head(config, k), config_score(config)
         )
+        classes = ranked_sets(scores, answer(scores, config, k=k, min_size=min_size, **question))[0]
         if self.monitor is not None and _by_size(question) and k in (None, self.monitor.k):
             # K was calibrated without a smallest or largest size
             self.monitor.update(predict_sets(scores, stored_threshold(config, k)))
-        classes = ranked_sets(scores, answer(scores, config, **question))[0]
         return [{"label": config.id2label[j], "score": scores[0, j].item()} for j in classes]
 
 

@@ -627,6 +627,9 @@ def misspelt(name):
 CONFIG_FIELDS = [name for name in AvgKConfig.__annotations__ if len(name) > 1]
 OWN_TRAINING = (
     "calibrate_k",
+    "calibrate_coverage",
+    "calibrate_per_class",
+    "coverage_method",
     "early_stopping_patience",
     "lr_milestones",
     "lr_gamma",
@@ -677,6 +680,7 @@ BAD_CONFIG = {
     "sccp_head": [None, 1, "true", []],
     "train_counts": [3, "x", [1], [1] * 7, [1.5] * 6, [-1] * 6, ["a"] * 6, [None] * 6, [True] * 6],
     "calibration": [3, "x", [1]],
+    "coverage": [3, "x", [1], {"lac": 3}, {"lac": {"0.9": NAN}}, {"lac": {"0.9": 2}}, {"lac": {"9": 0.5}}, {"x": {}}],
     "heads": [3, "x", [1], {"2": 3}],
     "thresholds": [
         *(3, "x", [0.5], {2: 0.5}, {"2": None}, {"2": "0.5"}, {"2": NAN}, {"2": INF}, {"2": -INF}, {"2": True}),
@@ -744,6 +748,9 @@ BAD_RECIPE = {
         "[-1]",
         "[[1]]",
     ],
+    "calibrate_coverage": ["many", "0", "1", "95", "[0.9, 1.5]", "[.nan]", "{a: 1}", "true", "[true]", "[[0.9]]"],
+    "calibrate_per_class": ["maybe", "3", "[true]"],
+    "coverage_method": ["hinge", "3", *NO_TEXT],
     "early_stopping_patience": ["0", "-1", "1.5", "never", "true", ".nan"],
     "metric_for_best_model": ["''", "acuracy", "eval_average_k_acuracy", "3", '"\\0"'],
     "seeds": ["0", "-1", "1.5", "many", ".nan"],

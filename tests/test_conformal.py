@@ -580,6 +580,16 @@ def test_training_records_what_the_images_allow(make_trainer):
     assert config.coverage == {} and config.thresholds
 
 
+def test_levels_in_a_recipe(recipe):
+    from avgk_hf.train import parse_recipe
+
+    assert parse_recipe([str(recipe)])[2].calibrate_coverage == [0.9, 0.95, 0.99]
+    assert parse_recipe([str(recipe), "--calibrate_coverage", "0.8"])[2].calibrate_coverage == [0.8]
+    recipe.write_text(recipe.read_text() + "calibrate_coverage: []\ncalibrate_per_class: true\n")
+    args = parse_recipe([str(recipe)])[2]
+    assert args.calibrate_coverage == [] and args.calibrate_per_class
+
+
 def test_auto_head_records_the_coverage_of_its_own_k(make_model, splits):
     model = make_model(head="auto")
     evaluate(model, splits["validation"], [1, 3], calibrate=True, coverage=[0.9])
