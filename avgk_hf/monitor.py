@@ -50,9 +50,10 @@ class SetSizeMonitor:
     warning with a chance of at most 2 (1 - confidence), one half for the stream and one for the calibration; the
     second is an approximation for large n.
 
-    Two things to know. Images have to come in no particular order: one class after the other changes the mean on the
-    way. And the mean is that of all images since the start, with more weight on the first: to see a change that
-    begins late, begin a new monitor every day, or every few thousand images.
+    Three things to know. Images have to come in no particular order: one class after the other changes the mean on
+    the way. The mean is that of all images since the start, with more weight on the first: to see a change that begins
+    late, begin a new monitor every day, or every few thousand images. And no drift does not prove that the images are
+    alike: sets can keep their size and miss more often, which only labels show.
 
     Args:
         k: The average set size that was calibrated.
