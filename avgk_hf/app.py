@@ -361,7 +361,8 @@ def build_page(model: PreTrainedModel, name: str, examples: Sequence[tuple[Path,
                 growth = gr.HTML("", elem_id="avgk-growth", container=True, padding=True)
         found = gr.State(None)
         shown = {"fn": show, "inputs": [found, ask, slider, coverage], "outputs": [predicted, growth]}
-        quiet = {"show_progress": "hidden", "api_visibility": "private"}
+        # the last of several quick changes must not be dropped because the one before it is still being answered
+        quiet = {"show_progress": "hidden", "api_visibility": "private", "trigger_mode": "always_last"}
         image.change(read, image, found, **quiet).then(**shown, **quiet)
         for control in (slider, coverage):
             control.change(**shown, **quiet)

@@ -15,6 +15,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from PIL import Image
+from selenium.common.exceptions import TimeoutException
 from selenium.webdriver import Chrome, ChromeOptions, ChromeService, Keys
 from selenium.webdriver.common.by import By
 from selenium.webdriver.support.wait import WebDriverWait
@@ -49,7 +50,7 @@ def free_port():
 
 
 @contextmanager
-def running(command, url, seconds=240, **kwargs):
+def running(command, url, seconds=280, **kwargs):
     """A server in a process of its own, from when it answers until it is interrupted."""
     with tempfile.TemporaryFile("w+") as log:
         process = subprocess.Popen(command, stdout=log, stderr=subprocess.STDOUT, text=True, **kwargs)
@@ -104,8 +105,9 @@ class Page:
         return self.wait.until(lambda _: self.all(css))[0]
 
     def upload(self, path):
-        for clear in self.all("#avgk-image button[aria-label='Clear'], #avgk-image button[aria-label='Remove Image']"):
+        for clear in self.all("#avgk-image button[aria-label='Remove Image']"):
             clear.click()
+            self.await_status("Drop an image")
         self.until("#avgk-image input[type=file]").send_keys(str(path))
 
     def rows(self, css):
@@ -120,7 +122,10 @@ class Page:
         return self.driver.execute_script(found)
 
     def await_status(self, text):
-        self.wait.until(lambda _: text in self.status, f"{text!r} is not shown, but {self.status!r}")
+        try:
+            self.wait.until(lambda _: text in self.status)
+        except TimeoutException:
+            raise AssertionError(f"{text!r} is not shown, but {self.status!r}") from None
 
     def requests(self):
         """Addresses of all requests since the last call."""

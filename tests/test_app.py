@@ -291,9 +291,8 @@ def test_a_written_space_runs_by_itself(model_folder, image_folder, tmp_path):
     assert f"gradio=={card.sdk_version}" in needs and any(line.startswith("timm") for line in needs)
     assert str(tmp_path) not in (space / "app.py").read_text()
     own = space / "avgk_hf" / "app.py"
-    own.write_text(
-        own.read_text().replace("Drop an image, or", "Drop a leaf, or")
-    )  # to know it from the installed one
+    # to know it from the one that is installed
+    own.write_text(own.read_text().replace("Drop an image, or", "Drop a leaf, or"))
 
     port = browser.free_port()
     env = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
