@@ -5,14 +5,16 @@ python tests/browser.py MODEL docs/app.png
 
 import json
 import os
+import random
 import shutil
 import socket
 import subprocess
 import sys
 import tempfile
 import time
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
+from urllib.request import ProxyHandler, build_opener
 
 from PIL import Image
 from selenium.common.exceptions import TimeoutException
@@ -44,9 +46,11 @@ def chromium(width=1240, height=900):
 
 
 def free_port():
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return probe.getsockname()[1]
+    """A port below those that systems give to clients: of these, one that asks for an answer may connect to itself."""
+    while True:
+        with socket.socket() as probe, suppress(OSError):
+            probe.bind(("127.0.0.1", random.randrange(20000, 30000)))
+            return probe.getsockname()[1]
 
 
 @contextmanager
@@ -57,9 +61,8 @@ def running(command, url, seconds=280, **kwargs):
         try:
             end = time.monotonic() + seconds
             while True:
-                with socket.socket() as probe:
-                    if probe.connect_ex(("127.0.0.1", int(url.rpartition(":")[2]))) == 0:
-                        break
+                with suppress(OSError), build_opener(ProxyHandler({})).open(f"{url}/config", timeout=20):
+                    break
                 if process.poll() is not None or time.monotonic() > end:
                     log.seek(0)
                     raise RuntimeError(f"{command} does not serve {url}: {log.read()}")
