@@ -14,7 +14,7 @@ the scores of an image, best first, and y the position of the class in question:
 
 APS and RAPS are deterministic: the class itself counts in its sum, and nothing is drawn at random. They need scores
 that sum to 1, so `score="softmax"`. LAC per class takes q from the images of each class, and so holds for every class;
-a class with too few images, r > n, takes the q of all images (pooled).
+classes with too few images, r > n, share the q of all their images (pooled), or of all images where these are too few.
 
 Like the model, this file travels with a saved model as remote code.
 
@@ -124,7 +124,7 @@ def coverage_record(
     Returns:
         `num_examples`; for each method {level: threshold}, for RAPS with `k_reg` and `penalty`; per class
         `per_class` {level: (L,) thresholds}, `class_counts` (L,), and `pooled` {level: classes with too few images,
-        which have the threshold of all}. Empty where no level can be recorded.
+        which share a threshold}. Empty where no level can be recorded.
 
     Example:
         >>> coverage_record(np.arange(1, 11) / 16, [0.5, 0.8, 0.99])
@@ -146,10 +146,11 @@ def coverage_record(
         record["per_class"], record["pooled"] = {}, {}
         for level in levels:
             few = counts < enough_images(level)
+            shared = true[few[labels]]  # the threshold of all images would leave rare classes uncovered
+            shared = -conformal_quantile(-(shared if len(shared) >= enough_images(level) else true), level)
             record["pooled"][level_key(level)] = few.nonzero()[0].tolist()
             record["per_class"][level_key(level)] = [
-                record["lac"][level_key(level)] if few[j] else -conformal_quantile(-true[labels == j], level)
-                for j in range(num_labels)
+                shared if few[j] else -conformal_quantile(-true[labels == j], level) for j in range(num_labels)
             ]
     return record
 

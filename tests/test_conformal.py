@@ -90,12 +90,15 @@ def test_thresholds_per_class_are_those_of_the_definition(n, classes, seed, leve
     config = calibrated(scores[:n], labels[:n], [level], per_class=True)
     record, key = config.coverage, level_key(level)
     assert record["class_counts"] == torch.bincount(labels[:n], minlength=classes).tolist()
-    columns = []
+    columns, counts = [], record["class_counts"]
+    rare = torch.tensor([math.ceil((count + 1) * Fraction(str(level))) > count for count in counts])[labels[:n]]
+    if math.ceil((rare.sum().item() + 1) * Fraction(str(level))) > rare.sum().item():
+        rare[:] = True  # too few even together
     for j in range(classes):
         own = labels[:n] == j
         few = math.ceil((own.sum().item() + 1) * Fraction(str(level))) > own.sum().item()
         assert (j in record["pooled"][key]) == few
-        rows, truth = (scores[:n], labels[:n]) if few else (scores[:n][own], labels[:n][own])
+        rows, truth = (scores[:n][rare], labels[:n][rare]) if few else (scores[:n][own], labels[:n][own])
         found = brute_force(rows.double().tolist(), truth.tolist(), scores[n:].double().tolist(), level, "lac")
         columns.append([row[j] for row in found])
     sets = answer(scores[n:], config, coverage=level, per_class=True)
@@ -190,6 +193,28 @@ def test_coverage_per_class_follows_its_law_in_every_class():
     assert (np.abs(excess[True]) < SIGMAS * np.sqrt(variance)).all()
     assert excess[False][0] > SIGMAS * np.sqrt(variance)[0]  # one threshold for all covers the easy class too often
     assert excess[False][2] < -SIGMAS * np.sqrt(variance)[2]  # and the hopeless one too seldom
+
+
+def test_rare_classes_are_covered_together():
+    """Two frequent classes and ten rare, harder ones with three images each: one threshold for all leaves them out."""
+    generator = torch.Generator().manual_seed(0)
+    spread = torch.tensor([4.0] * 2 + [1.0] * 10)
+    hits = {True: [], False: []}
+    for _ in range(100):
+        scores, labels = synthetic(800, 12, generator, spread)
+        numbers = torch.arange(800)
+        frequent, rare = numbers[labels < 2], numbers[labels >= 2]
+        own = torch.cat([frequent[:60], *(rare[labels[rare] == j][:3] for j in range(2, 12))])
+        new = torch.cat([rare[labels[rare] == j][3:13] for j in range(2, 12)])
+        config = calibrated(scores[own], labels[own], [LEVEL], per_class=True)
+        assert config.coverage["pooled"] == {"0.9": list(range(2, 12))}
+        for per_class in (True, False):
+            sets = answer(scores[new], config, coverage=LEVEL, per_class=per_class)
+            hits[per_class].append(sets.gather(1, labels[new, None]).float().mean().item())
+    mean, variance, _ = expected(30, 100, LEVEL)
+    # three images of each class are more even than 30 at random, so that the law's spread is an upper bound
+    assert abs(np.mean(hits[True]) - mean / 100) < SIGMAS * math.sqrt(variance / 100) / 100
+    assert np.mean(hits[False]) < mean / 100 - SIGMAS * math.sqrt(variance / 100) / 100
 
 
 # ------------------------------------------------------------------------------------------- against other packages
