@@ -78,15 +78,6 @@ def recorded_ks(config: Any) -> list[float]:
     return sorted(float(key) for key in config.thresholds)
 
 
-def threshold_for(config: Any, k: float) -> tuple[float, float]:
-    """The K that is answered for, `k` or else the recorded one that is nearest, and its lambda_val."""
-    try:
-        return k, stored_threshold(config, k)
-    except ValueError:
-        nearest = min(recorded_ks(config), key=lambda recorded: abs(recorded - k))
-        return nearest, stored_threshold(config, nearest)
-
-
 def coverage_thresholds(config: Any) -> dict[str, float]:
     """{coverage as text: lambda_val} of the conformal calibration (LAC), empty where there is none."""
     return dict((getattr(config, "coverage", None) or {}).get("lac") or {})
@@ -207,12 +198,11 @@ def answer(config: Any, scores: dict[str, Tensor], ask: str, k: float, coverage:
         rows = [(_percent(level), own, lambda_val) for level, lambda_val in recorded]
         now, question = _percent(coverage), f"{_percent(coverage)} coverage"
         return set_html(config, own, dict(recorded)[coverage], question), growth_html(config, rows, now, "coverage")
-    asked, lambda_val = threshold_for(config, k)
-    ks = sorted({*recorded_ks(config), asked})
+    ks = sorted({*recorded_ks(config), k})
     rows = [(k_key(each), scores[stored_head(config, each)], stored_threshold(config, each)) for each in ks]
-    question = f"K = {k_key(asked)}" + f", the recorded K nearest to {k_key(k)}" * (asked != k)
-    own = scores[stored_head(config, asked)]
-    return set_html(config, own, lambda_val, question), growth_html(config, rows, k_key(asked), "K")
+    own = scores[stored_head(config, k)]
+    shown = set_html(config, own, stored_threshold(config, k), f"K = {k_key(k)}")
+    return shown, growth_html(config, rows, k_key(k), "K")
 
 
 def _percent(level: str) -> str:
@@ -224,7 +214,7 @@ def _message(text: str, role: str) -> str:
 
 
 def _step(ks: Sequence[float]) -> float:
-    """The widest step of a slider that meets every recorded K."""
+    """The widest step of a slider that meets every recorded K; K between them is interpolated."""
     for step in (1, 0.5, 0.25, 0.1, 0.05):
         if all(abs((k - ks[0]) / step - round((k - ks[0]) / step)) < 1e-6 for k in ks):
             return step
