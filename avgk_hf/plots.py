@@ -256,10 +256,12 @@ def set_size_course(monitor: SetSizeMonitor, path: str | Path) -> None:
     axis.plot(number, mean, color="0.1", label="mean set size")
     k = k_key(monitor.k)
     axis.axhline(monitor.k, color="0.3", linestyle="--", label=f"K = {k}, calibrated")
-    axis.axhspan(monitor.k - monitor.margin, monitor.k + monitor.margin, color="none", ec="0.5", hatch="....", lw=0,
-                 label="margin of the calibration")  # fmt: skip
+    for sign in (-1, 1):
+        axis.axhline(monitor.k + sign * monitor.margin, color="0.3", linestyle=":", linewidth=1,
+                     label="margin: the calibration is an estimate" if sign > 0 else None)  # fmt: skip
     axis.set(xlabel="images", ylabel="classes in the set", xscale="log", xlim=(1, max(monitor.num_images, 2)))
     axis.set_ylim(0, min(monitor.max_size, 3 * max(monitor.k, monitor.mean)))  # the interval of few images has no end
+    axis.xaxis.set_major_formatter(lambda value, _: f"{value:g}")
     axis.set_title("drift: the sets left K" if monitor.drifted else "no drift", fontsize=10, loc="left")
     axis.legend(frameon=False, fontsize=8)
     figure.tight_layout()
