@@ -90,6 +90,7 @@ def build_parser() -> argparse.ArgumentParser:
         help="also write an 8-bit graph; with a labelled dataset measure both",
     )
     export.add_argument("--split", default="test", help="split of the dataset (%(default)s)")
+    export.add_argument("--plot", metavar="FILE", help="picture of the graphs' sizes and accuracies")
     export.add_argument("--json", action="store_true", help="print the report as JSON")
 
     push = commands.add_parser("push", help="upload a trained model to the Hub")
@@ -268,6 +269,10 @@ def run_export(args: argparse.Namespace) -> None:
         raise ValueError(f"the dataset {args.int8!r} has no split {args.split!r}, only {list(splits)}: --split.")
     dataset = splits[args.split] if splits else None
     report = export_onnx(model, out, args.k, args.opset, args.int8 is not None, dataset)
+    if args.plot:
+        from .plots import export_bars
+
+        export_bars(report, args.plot)
     print(json.dumps(report, indent=2) if args.json else describe(report, out))
 
 

@@ -268,6 +268,44 @@ def set_size_course(monitor: SetSizeMonitor, path: str | Path) -> None:
     _save(figure, path)
 
 
+def export_bars(report: dict[str, Any], path: str | Path) -> None:
+    """File size, accuracy and mean set size of exported graphs side by side.
+
+    Args:
+        report: What `export_onnx` returns; without measurements the sizes only.
+        path: PNG or SVG to write.
+    """
+    plt = _pyplot()
+    names = list(report["bytes"])
+    panels = [("MB", {"": [size / 1e6 for size in report["bytes"].values()]})]
+    if "measured" in report:
+        for title, metric, factor in (
+            ("average-K accuracy (%)", "average_k_accuracy", 100),
+            ("mean set size", "mean_set_size", 1),
+        ):
+            of_k = {
+                f"K = {key}": [factor * report["measured"][name][f"{metric}@{key}"] for name in names]
+                for key in report["thresholds"]
+            }
+            panels.append((title, of_k))
+    widths = [1, *(2 for _ in panels[1:])]
+    figure, axes = plt.subplots(
+        1, len(panels), figsize=(2.2 * sum(widths), 3), width_ratios=widths, squeeze=False, layout="constrained"
+    )
+    for axis, (title, groups) in zip(axes[0], panels, strict=True):
+        for i, name in enumerate(names):
+            places = np.arange(len(groups)) + 0.4 * (i - (len(names) - 1) / 2)
+            bars = axis.bar(
+                places, [values[i] for values in groups.values()], 0.38, color=["0.3", "0.7"][i], label=name
+            )
+            axis.bar_label(bars, fmt="%.2f" if title == "MB" else "%.1f", fontsize=7)
+        axis.set_xticks(range(len(groups)), list(groups))
+        axis.set_title(title, fontsize=10, loc="left")
+        axis.margins(y=0.15)
+    axes[0, 0].legend(frameon=False, fontsize=8)
+    _save(figure, path)
+
+
 def sweep_curve(points: Sequence[dict[str, Any]], name: str, path: str | Path) -> None:
     """Validation accuracy against the values of one hyperparameter, with the interval over seeds.
 

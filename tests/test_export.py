@@ -207,7 +207,9 @@ print(json.dumps(found))
 
 def test_command_and_a_process_without_the_package(saved, image_folder, tmp_path, capsys):
     """`avgk export` with int8, and onnxruntime, numpy and Pillow alone give the sets of `avgk predict`."""
-    assert main(["export", str(saved), "--onnx", "--int8", str(image_folder)]) == 0
+    picture = tmp_path / "export.png"
+    assert main(["export", str(saved), "--onnx", "--int8", str(image_folder), "--plot", str(picture)]) == 0
+    assert picture.read_bytes()[:4] == b"\x89PNG"
     printed = capsys.readouterr().out
     report = json.loads((saved / "onnx" / "export.json").read_text())
     for name in ("model.onnx", "model.int8.onnx"):
