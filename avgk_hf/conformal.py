@@ -9,12 +9,14 @@ exchangeable, its set holds the true class with probability c at least, and (no 
 the scores of an image, best first, and y the position of the class in question:
 
     LAC    e = -p_y, so that the set is {j : p_j >= -q}, a threshold like lambda_val
-    APS    e = p_1 + ... + p_y
-    RAPS   e = p_1 + ... + p_y + penalty max(0, y - k_reg)
+    APS    e = p_1 + ... + p_(y-1), what stands before the class
+    RAPS   e = p_1 + ... + p_(y-1) + penalty max(0, y - k_reg)
 
-APS and RAPS are deterministic: the class itself counts in its sum, and nothing is drawn at random. They need scores
-that sum to 1, so `score="softmax"`. LAC per class takes q from the images of each class, and so holds for every class;
-classes with too few images, r > n, share the q of all their images (pooled), or of all images where these are too few.
+APS and RAPS are deterministic: the last class of a set is the one that goes beyond q, nothing is drawn at random, and
+no set is empty. (With the class itself in its sum, the clearest images get empty sets and the others far larger ones.)
+They need scores that sum to 1, so `score="softmax"`. LAC per class takes q from the images of each class, and so holds
+for every class; classes with too few images, r > n, share the q of all their images (pooled), or of all images where
+these are too few.
 
 Like the model, this file travels with a saved model as remote code.
 
@@ -114,7 +116,7 @@ def coverage_record(
     Args:
         true: Score of the true class of each image, (n,).
         levels: Coverage levels; those that take more than n images are left out.
-        mass: Sum of the scores from the best class to the true one, (n,), for APS and RAPS; None records LAC only.
+        mass: Sum of the scores that are better than the true one, (n,), for APS and RAPS; None records LAC only.
         ranks: Position of the true class, from 0, (n,); with `mass`.
         labels: True classes, (n,), to record LAC thresholds of each class too; None for none.
         num_labels: L; with `labels`.
@@ -345,7 +347,7 @@ def answer(
         >>> config = SimpleNamespace(num_labels=4, coverage={"lac": {"0.9": 0.3}, "aps": {"0.9": 0.8}})
         >>> scores = torch.tensor([[0.1, 0.4, 0.3, 0.2]])
         >>> [answer(scores, config, coverage=0.9, method=method)[0].tolist() for method in ("lac", "aps")]
-        [[False, True, True, False], [False, True, True, False]]
+        [[False, True, True, False], [False, True, True, True]]
         >>> answer(scores, config, cumulative=0.8)[0].tolist()
         [False, True, True, True]
     """
@@ -355,9 +357,7 @@ def answer(
     else:
         order, mass = ranked_mass(scores)  # (b, L), best first
         if rule == "cumulative":
-            inside = mass.roll(1, 1)  # what the classes before make up
-            inside[:, 0] = 0
-            inside = inside < value
+            inside = mass < value
         elif rule == "raps":
             position = torch.arange(1, mass.shape[1] + 1, device=mass.device, dtype=mass.dtype)
             record = config.coverage

@@ -413,20 +413,21 @@ def ranked_sets(scores: Tensor, sets: Tensor) -> list[list[int]]:
 
 
 def ranked_mass(scores: Tensor) -> tuple[Tensor, Tensor]:
-    """The classes (n, L) of each image, best first, and the share of all scores up to each of them, (n, L).
+    """The classes (n, L) of each image, best first, and the sum of the scores before each of them, (n, L).
 
-    Sums are taken in double precision, where the many that are close to 1 can still be told apart, and divided by that
-    of all classes: rounding must not decide whether the last class is in a set. Equal scores are ordered by class id.
+    Sums are taken in double precision, where those that are close to 1 can still be told apart, as shares of the sum
+    of all classes. Equal scores are ordered by class id.
 
     Example:
         >>> order, mass = ranked_mass(torch.tensor([[0.25, 0.5, 0.25]]))
         >>> order.tolist(), mass.tolist()
-        ([[1, 0, 2]], [[0.5, 0.75, 1.0]])
+        ([[1, 0, 2]], [[0.0, 0.5, 0.75]])
     """
     wide = torch.float32 if scores.device.type == "mps" else torch.float64
     ordered, order = scores.sort(dim=-1, descending=True, stable=True)
     mass = ordered.to(wide).cumsum(-1)
-    return order, mass / mass[..., -1:]
+    before = torch.cat([torch.zeros_like(mass[..., :1]), mass[..., :-1]], -1)
+    return order, before / mass[..., -1:]
 
 
 class SetStatistics:
@@ -440,7 +441,7 @@ class SetStatistics:
         num_examples: n, the number of images that will be seen.
         thresholds: {K: lambda_val}, or None to calibrate.
         train_counts: Number of training images of each class, for the few / medium / many shot means.
-        mass: Whether to keep of every image what the scores from the best class to the true one sum to.
+        mass: Whether to keep of every image what the scores better than that of the true class sum to.
         questions: {name: function from scores (b, L) to sets (b, L)}, whose sets are counted besides; see `answers`.
 
     Example:

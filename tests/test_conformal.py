@@ -57,7 +57,9 @@ def nonconformity(row, j, method):
     order = sorted(range(len(row)), key=lambda i: (-row[i], i))
     place = order.index(j) + 1
     sums = np.cumsum([row[i] for i in order])
-    return sums[place - 1] / sums[-1] + (PENALTY * max(0, place - K_REG) if method == "raps" else 0.0)
+    return (sums[place - 2] / sums[-1] if place > 1 else 0.0) + (
+        PENALTY * max(0, place - K_REG) if method == "raps" else 0.0
+    )
 
 
 def brute_force(rows, labels, new, level, method):
@@ -221,10 +223,10 @@ def test_rare_classes_are_covered_together():
 
 
 class NoDraw(np.random.RandomState):
-    """MAPIE's APS draws u and counts the true class as 1 - u of itself; here all of it counts, as in ours."""
+    """MAPIE's APS draws u and counts the true class as 1 - u of itself; here none of it counts, as in ours."""
 
     def uniform(self, low=0.0, high=1.0, size=None):
-        return np.zeros(size)
+        return np.ones(size)
 
 
 class Known:
@@ -255,7 +257,7 @@ def images_of_two_packages():
 
 @pytest.mark.parametrize("level", [0.8, 0.9, 0.95])
 def test_sets_agree_with_mapie(images_of_two_packages, level):
-    """LAC; APS without and with the label that goes beyond q, which is our set of cumulative probability q."""
+    """LAC, and APS with the label that goes beyond q, which is also the set of cumulative probability q."""
     mapie = pytest.importorskip("mapie.classification")
     scores, labels, config = images_of_two_packages
     wide = scores.double().numpy()
@@ -271,10 +273,9 @@ def test_sets_agree_with_mapie(images_of_two_packages, level):
 
     new = torch.from_numpy(wide[400:])
     assert np.array_equal(sets("lac"), answer(scores[400:], config, coverage=level).numpy())
-    ask = {"coverage": level, "method": "aps", "min_size": 1}  # MAPIE's sets are never empty
-    assert np.array_equal(sets("aps", include_last_label=False), answer(new, config, **ask).numpy())
-    beyond = answer(new, config, cumulative=config.coverage["aps"][level_key(level)])
-    assert np.array_equal(sets("aps", include_last_label=True), beyond.numpy())
+    theirs = sets("aps", include_last_label=True)
+    assert np.array_equal(theirs, answer(new, config, coverage=level, method="aps").numpy())
+    assert np.array_equal(theirs, answer(new, config, cumulative=config.coverage["aps"][level_key(level)]).numpy())
 
 
 @pytest.fixture(scope="module")
@@ -295,8 +296,8 @@ def torchcp():
         "split": SplitPredictor,
         "per_class": ClassConditionalPredictor,
         "lac": LAC("identity"),
-        "aps": APS("identity", randomized=False),
-        "raps": RAPS("identity", randomized=False, penalty=PENALTY, kreg=K_REG),
+        "aps": APS("identity", randomized=True),
+        "raps": RAPS("identity", randomized=True, penalty=PENALTY, kreg=K_REG),
     }
     for name in [name for name in sys.modules if name.split(".")[0] == "torchcp"]:
         del sys.modules[name]
@@ -306,7 +307,9 @@ def torchcp():
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize("level", [0.8, 0.9, 0.95])
 @pytest.mark.parametrize("method", METHODS)
-def test_sets_agree_with_torchcp(images_of_two_packages, torchcp, method, level):
+def test_sets_agree_with_torchcp(images_of_two_packages, torchcp, method, level, monkeypatch):
+    """TorchCP draws u as MAPIE does; its `randomized=False` is u = 0, which leaves clear images without a class."""
+    monkeypatch.setattr(torch, "rand", torch.ones)
     scores, labels, config = images_of_two_packages
     predictor = torchcp["split"](torchcp[method], alpha=float(1 - Fraction(str(level))))
     predictor.calculate_threshold(scores[:400].double(), labels[:400])
