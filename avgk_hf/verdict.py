@@ -136,7 +136,7 @@ def _limits(comparison: Comparison, results: list[tuple[Run, Results]]) -> dict[
 
 
 def _heads(comparison: Comparison, final: dict) -> list[dict[str, Any]]:
-    """For losses with two heads: each, their mean, and the one chosen on validation, as accuracy and against ML."""
+    """For losses with two heads: each, their mean, and the one chosen on validation, also against the baseline."""
     rows = []
     for (loss, k), entries in final.items():
         if not entries or any("sccp" not in entry["test"][entry["score"]] for entry in entries.values()):
@@ -150,13 +150,10 @@ def _heads(comparison: Comparison, final: dict) -> list[dict[str, Any]]:
 
         for head in (*HEADS, "auto"):
             found = _intervals([metrics(entry, head) for entry in entries.values()], SHOWN)
-            against = {
-                seed: {"own": metrics(entry, head), "ml": metrics(entry, "ml")} for seed, entry in entries.items()
-            }
-            values = [
-                pair["own"]["average_k_accuracy"] - pair["ml"]["average_k_accuracy"] for pair in against.values()
-            ]
-            rows.append({"loss": loss, "k": k, "head": head, "metrics": found, "to_ml": interval(values)})
+            own = {seed: metrics(entry, head) for seed, entry in entries.items()}
+            other = {seed: _answer(entry, k) for seed, entry in final[comparison.baseline, k].items()}
+            difference = _differences(own, other, dict)
+            rows.append({"loss": loss, "k": k, "head": head, "metrics": found, "difference": difference})
     return rows
 
 
@@ -206,6 +203,7 @@ def markdown(summary: dict[str, Any]) -> str:
     if summary["diverged_tuning"]:
         lines += [f"{summary['diverged_tuning']} of the trainings to tune diverged; they count as worst.", ""]
     limits = summary["limits"]
+    lines += _in_short(summary)
     for k in summary["k"]:
         rows = [row for row in summary["rows"] if row["k"] == k]
         names = [name for name in SHOWN if any(name in row["metrics"] for row in rows)]
@@ -234,6 +232,31 @@ def markdown(summary: dict[str, Any]) -> str:
         lines.append(f"| {row['loss']} | {k_key(row['k'])} | {values} |")
     lines += ["", *_ablations(summary)]
     return "\n".join(lines) + "\n"
+
+
+def _in_short(summary: dict[str, Any]) -> list[str]:
+    """Accuracies with set sizes, and the differences to the baseline: one row for each loss."""
+    rows = {(row["loss"], row["k"]): row for row in summary["rows"]}
+    losses = list(dict.fromkeys(loss for loss, _ in rows))
+    titles = " | ".join(f"K = {k_key(k)}" for k in summary["k"])
+    rule = "|---" * (1 + len(summary["k"])) + "|"
+    lines = ["## In short", "", "Average-K accuracy, and in brackets the mean set size on test:", ""]
+    lines += [f"| loss | {titles} |", rule]
+    for loss in losses:
+        of_k = [rows[loss, k]["metrics"] for k in summary["k"]]
+        cells = [
+            f"{_cell(found['average_k_accuracy'])} ({found['mean_set_size']['mean']:.2f})" if found else "–"
+            for found in of_k
+        ]
+        lines.append(f"| {loss} | {' | '.join(cells)} |")
+    lines += ["", f"Paired difference to {summary['baseline']}, and in brackets the seeds won:", ""]
+    lines += [f"| loss | {titles} |", rule]
+    for loss in losses:
+        of_k = [rows[loss, k]["difference"].get("average_k_accuracy") for k in summary["k"]]
+        cells = [f"{_cell(found, sign=True)} ({_won(found)})" if found else "–" for found in of_k]
+        if loss != summary["baseline"]:
+            lines.append(f"| {loss} | {' | '.join(cells)} |")
+    return [*lines, ""]
 
 
 def _cell(found: dict[str, Any] | None, percent: bool = True, sign: bool = False) -> str:
@@ -295,6 +318,14 @@ def _ablations(summary: dict[str, Any]) -> list[str]:
             }
             lines.append(f"| {loss} | {k_key(k)} | {' | '.join(_cell(found.get(kind)) for kind in kinds)} |")
         lines.append("")
+        if part == "heads":
+            lines += [f"The same as paired difference to {summary['baseline']}, and in brackets the seeds won:", ""]
+            lines += [f"| loss | K | {' | '.join(kinds)} |", "|---" * (2 + len(kinds)) + "|"]
+            for loss, k in dict.fromkeys((row["loss"], row["k"]) for row in rows):
+                found = [r["difference"].get("average_k_accuracy") for r in rows if (r["loss"], r["k"]) == (loss, k)]
+                cells = [f"{_cell(of, sign=True)} ({_won(of)})" if of else "–" for of in found]
+                lines.append(f"| {loss} | {k_key(k)} | {' | '.join(cells)} |")
+            lines.append("")
     if summary["transfer"]:
         lines += ["## Trained for one K, calibrated for another", ""]
         lines += [f"| loss | trained for | {' | '.join(f'tested at K = {k_key(k)}' for k in summary['k'])} |"]

@@ -108,7 +108,18 @@ def test_a_miniature(config, tmp_path, capsys):
     assert difference["won"] == sum(value > 0 for value in differences)
     text = (out / "report.md").read_text()
     assert text in printed and "2 seed(s) are too few" in text and "## K = 3" in text and "few shot" in text
-    for title in ("Which head answers", "Which score is thresholded", "Trained for one K, calibrated for another"):
+    size = row["metrics"]["mean_set_size"]["mean"]
+    assert f"± {100 * row['metrics']['average_k_accuracy']['half_width']:.2f} ({size:.2f}) |" in text
+    won = f"({difference['won']}/2)"
+    assert f"{100 * difference['mean']:+.2f} ± {100 * difference['half_width']:.2f} {won} |" in text
+    heads = {entry["head"]: entry for entry in report["heads"] if entry["k"] == 3}
+    assert heads["ml"]["difference"]["average_k_accuracy"] == difference and list(heads)[-1] == "auto"
+    for title in (
+        "In short",
+        "Which head answers",
+        "Which score is thresholded",
+        "Trained for one K, calibrated for another",
+    ):
         assert f"## {title}" in text
     assert report["limits"] == {}  # known for generated data only
     for name in ("accuracy_against_k", "set_sizes", "set_sizes_by_shot", "learning_curves"):
