@@ -302,7 +302,9 @@ def export_bars(report: dict[str, Any], path: str | Path) -> None:
         axis.set_xticks(range(len(groups)), list(groups))
         axis.set_title(title, fontsize=10, loc="left")
         axis.margins(y=0.15)
-    axes[0, 0].legend(frameon=False, fontsize=8)
+    figure.legend(
+        *axes[0, 0].get_legend_handles_labels(), loc="outside lower center", ncols=2, frameon=False, fontsize=8
+    )
     _save(figure, path)
 
 
