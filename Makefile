@@ -33,4 +33,6 @@ $(VENV)/installed: pyproject.toml
 	$(PYTHON) -m venv "$(VENV)"
 	$(PY) -m pip install --quiet uv
 	$(PY) -m uv pip install --quiet --python "$(VENV)" --compile-bytecode --editable ".[dev]"
+	# without the packages of its losses, which do not build everywhere; the tests compare its sets with ours
+	$(PY) -m uv pip install --quiet --python "$(VENV)" --no-deps torchcp
 	touch "$(VENV)/installed"
