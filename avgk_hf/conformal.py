@@ -370,6 +370,6 @@ def answer(
         inside = sets.gather(1, order)
         inside[:, :min_size] = True
         if max_size is not None:
-            inside &= inside.cumsum(1) <= max_size
+            inside &= inside.cumsum(1) <= min(max_size, scores.shape[1])  # a tensor takes no larger whole number
         sets = torch.zeros_like(sets).scatter_(1, order, inside)
     return sets
