@@ -388,9 +388,7 @@ def predict_sets(scores: Tensor | np.ndarray, lambda_val: float | list[float], m
     """
     scores = _score_matrix(scores).float()
     if isinstance(lambda_val, list) and len(lambda_val) != scores.shape[1]:
-        raise ValueError(
-            f"lambda_val={lambda_val!r} for {scores.shape[1]} classes: give one threshold, or one for each."
-        )
+        raise ValueError(f"lambda_val={lambda_val!r} for {scores.shape[1]} classes: give one, or one for each.")
     if not all(map(is_number, lambda_val if isinstance(lambda_val, list) else [lambda_val])):
         raise ValueError(f"lambda_val={lambda_val!r} is not a number; take it from `average_k_threshold(scores, k)`.")
     if isinstance(min_size, bool) or not isinstance(min_size, int) or not 0 <= min_size <= scores.shape[1]:
