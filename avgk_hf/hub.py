@@ -6,11 +6,11 @@ from typing import Any
 from huggingface_hub import HfApi
 
 from .configuration import AvgKConfig, read_json
-from .modeling import UNFINISHED, check_folder
+from .modeling import CODE, UNFINISHED, check_folder
 
 # weights, thresholds, card, pictures and the code for trust_remote_code; no optimizer state, pickle or local path
 PUSHED = ["*.safetensors", "*.safetensors.index.json", "config.json", "preprocessor_config.json", "README.md"]
-PUSHED += ["*.png", "*.svg", "configuration.py", "densenet.py", "modeling.py", "monitor.py", "pipeline.py", "sets.py"]
+PUSHED += ["*.png", "*.svg", *CODE]
 NOT_PUSHED = ["checkpoint-*", "objective.safetensors", f"{UNFINISHED}/*"]
 
 
