@@ -26,8 +26,9 @@ from .data.transforms import ImageTransform, ProcessorTransform
 from .modeling import AvgKForImageClassification, check_folder, replacing
 from .monitor import SetSizeMonitor
 from .pipeline import config_score
-from .sets import SetStatistics, check_k, check_thresholds, k_key, predict_sets, score, stored_threshold
-from .trainer import AvgKTrainer, coverage_metrics, coverage_of
+from .set_statistics import SetStatistics
+from .sets import check_k, check_thresholds, k_key, predict_sets, score, stored_threshold
+from .trainer import AvgKTrainer
 from .training_args import AvgKTrainingArguments
 
 
@@ -280,12 +281,12 @@ def _evaluate_foreign(
             "date": datetime.datetime.now(datetime.timezone.utc).date().isoformat(),
             "curve": statistics.curve(),
         }
-        config.coverage = coverage_of(statistics, levels, per_class, min(ks))
+        config.coverage = statistics.coverage(levels, per_class, min(ks))
     metrics = {"top1_accuracy": results[ks[0]]["top1_accuracy"]}
     for k, result in results.items():
         metrics.update({f"{name}@{k_key(k)}": v for name, v in result.items() if name != "top1_accuracy"})
     seen = {} if monitor is None else watch(monitor, statistics.set_sizes(monitor.k))
-    return {**metrics, **coverage_metrics(statistics, per_class), **seen}
+    return {**metrics, **statistics.coverage_metrics(per_class), **seen}
 
 
 def save_classifier(model: PreTrainedModel, folder: str | Path, metrics: dict[str, float]) -> None:

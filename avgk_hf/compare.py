@@ -39,7 +39,8 @@ from .comparison import (
 )
 from .data import prepare
 from .data.glyphs import load_glyphs
-from .sets import HEADS, SetStatistics, all_scores, k_key
+from .set_statistics import SetStatistics
+from .sets import HEADS, all_scores, k_key
 from .shell import guarded
 from .train import (
     DataArguments,

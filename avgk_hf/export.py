@@ -31,7 +31,8 @@ from .calibrate import transform_for
 from .data import align_labels, prepare
 from .modeling import AvgKForImageClassification, replacing
 from .pipeline import config_score
-from .sets import SCORES, SetStatistics, _own_k, k_key, stored_head, stored_threshold
+from .set_statistics import SetStatistics
+from .sets import SCORES, _own_k, k_key, stored_head, stored_threshold
 
 MODEL, INT8, REPORT, PROCESSOR = "model.onnx", "model.int8.onnx", "export.json", "preprocessor_config.json"
 NAMES = {"input_names": ["pixel_values", "lambda_val"], "output_names": ["scores", "set"]}

@@ -7,7 +7,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from .sets import AverageKThreshold, SetStatistics
+from .set_statistics import SetStatistics
+from .sets import AverageKThreshold
 
 
 def world_size() -> int:

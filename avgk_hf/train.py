@@ -36,7 +36,8 @@ from .modeling import AvgKForImageClassification
 from .plots import set_size_histogram
 from .report import RESULTS, write_report
 from .runs import check_output_dir, where_to_go_on
-from .sets import HEADS, SCORES, SHOTS, SetStatistics, check_k, is_number, k_key
+from .set_statistics import SHOTS, SetStatistics
+from .sets import HEADS, SCORES, check_k, is_number, k_key
 from .shell import guarded
 from .trainer import AvgKTrainer
 from .training_args import AvgKTrainingArguments

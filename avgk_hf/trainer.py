@@ -31,7 +31,7 @@ from transformers.trainer_utils import (
 from transformers.utils import logging
 
 from .configuration import AvgKConfig
-from .conformal import answer, coverage_record, enough_images, level_key, stored_coverage
+from .conformal import answer, enough_images, level_key, stored_coverage
 from .data import class_counts
 from .data.transforms import ImageTransform
 from .hub import push_folder
@@ -48,7 +48,8 @@ from .runs import (
     last_checkpoint,
     where_to_go_on,
 )
-from .sets import HEADS, SetStatistics, all_scores, check_k, interpolated, k_key, ranked_sets
+from .set_statistics import SetStatistics
+from .sets import HEADS, all_scores, check_k, interpolated, k_key, ranked_sets
 from .training_args import AvgKTrainingArguments
 
 logger = logging.get_logger(__name__)
@@ -435,7 +436,7 @@ class AvgKTrainer(Trainer):
             if len(results) > 1:
                 for head, result in results.items():
                     metrics[f"average_k_accuracy_{head}{suffix}"] = result[k]["average_k_accuracy"]
-        return {**metrics, **coverage_metrics(self.statistics(), self.args.calibrate_per_class)}
+        return {**metrics, **self.statistics().coverage_metrics(self.args.calibrate_per_class)}
 
     def _store_calibration(self, results: dict[str, dict[float, dict[str, float]]]) -> None:
         """Write the thresholds to the config, and for `head="auto"` the head that is best on these images."""
@@ -452,7 +453,7 @@ class AvgKTrainer(Trainer):
             {**self._calibration_record(), "curve": statistics.curve()},
             heads=chosen if config.head == "auto" else None,
             head_thresholds=lambdas if len(lambdas) > 1 else None,
-            coverage=coverage_of(statistics, args.calibrate_coverage, args.calibrate_per_class, config.k),
+            coverage=statistics.coverage(args.calibrate_coverage, args.calibrate_per_class, config.k),
         )
 
     def statistics(self, k: float | None = None) -> SetStatistics:
@@ -614,36 +615,6 @@ class AvgKTrainer(Trainer):
         saved = AvgKConfig.from_pretrained(checkpoint)
         for name in ("heads", "thresholds", "head_thresholds", "coverage", "calibration"):
             setattr(self.model.config, name, getattr(saved, name))
-
-
-def coverage_of(statistics: SetStatistics, levels: list[float], per_class: bool, k: float) -> dict[str, Any]:
-    """The coverage record of a calibration; RAPS has no penalty for as many classes as an average set has.
-
-    Args:
-        statistics: What the calibration collected, of the head that answers.
-        levels: Coverage levels.
-        per_class: Whether to record the thresholds of each class too.
-        k: The model's own average set size.
-    """
-    return coverage_record(
-        statistics.column("true"),
-        levels,
-        statistics.column("mass") if statistics.mass else None,
-        statistics.column("rank"),
-        statistics.labels if per_class else None,
-        statistics.num_labels,
-        k_reg=round(k),
-    )
-
-
-def coverage_metrics(statistics: SetStatistics, per_class: bool) -> dict[str, float]:
-    """The metrics `coverage_<level>` and `coverage_<level>_size`, and per class the worst class and their mean."""
-    metrics = {}
-    for level, found in statistics.answers().items():
-        metrics |= {f"coverage_{level}": found["coverage"], f"coverage_{level}_size": found["size"]}
-        if per_class:
-            metrics |= {f"coverage_{level}_{name}": found[name] for name in ("worst_class", "mean_class")}
-    return metrics
 
 
 def _optimizer_states(args: AvgKTrainingArguments) -> int:

@@ -36,12 +36,11 @@ from avgk_hf.losses import LOSSES
 from avgk_hf.metrics.average_k_accuracy.average_k_accuracy import average_k_accuracy
 from avgk_hf.model_card import render_card
 from avgk_hf.modeling import AvgKOutput
+from avgk_hf.set_statistics import SetStatistics, class_means
 from avgk_hf.sets import (
     AverageKThreshold,
-    SetStatistics,
     average_k_threshold,
     check_finite,
-    class_means,
     predict_sets,
     ranked_sets,
     score,

@@ -21,8 +21,8 @@ from avgk_hf.calibrate import evaluate, load_classifier, model_scores, transform
 from avgk_hf.cli import main
 from avgk_hf.conformal import answer, check_request, coverage_record, enough_images, level_key
 from avgk_hf.model_card import render_card
-from avgk_hf.sets import SetStatistics, average_k_threshold, curve_ks, interpolated, ranked_sets
-from avgk_hf.trainer import coverage_of
+from avgk_hf.set_statistics import SetStatistics, curve_ks
+from avgk_hf.sets import average_k_threshold, interpolated, ranked_sets
 from conftest import CLASSES, save_vit
 
 PENALTY, K_REG = 0.01, 2
@@ -34,7 +34,7 @@ def calibrated(scores, labels, levels, per_class=False, batch=64):
     stats = SetStatistics([1], len(scores), mass=True)
     for rows, row_labels in zip(scores.split(batch), labels.split(batch), strict=True):
         stats.update(rows, row_labels)
-    record = coverage_of(stats, levels, per_class, k=K_REG)
+    record = stats.coverage(levels, per_class, k=K_REG)
     return SimpleNamespace(num_labels=scores.shape[1], coverage=json.loads(json.dumps(record)))
 
 
@@ -509,7 +509,7 @@ def test_the_record_of_the_command(folder, scored, splits):
     k_reg = config["coverage"]["k_reg"]
     stats = SetStatistics([1], 30, mass=True)
     stats.update(scores["validation"], labels)
-    again = coverage_of(stats, [0.7, 0.9], True, k_reg)
+    again = stats.coverage([0.7, 0.9], True, k_reg)
     for method in METHODS:
         assert config["coverage"][method] == pytest.approx(again[method], rel=1e-4)
     curve = np.array(config["calibration"]["curve"])

@@ -10,7 +10,8 @@ PACKAGE = ROOT / "avgk_hf"
 LAYERS = [
     {"sets", "shell"},
     {"conformal", "monitor"},
-    {"configuration", "metrics", "pipeline", "processes", "densenet"},
+    {"configuration", "set_statistics", "pipeline", "densenet"},
+    {"metrics", "processes"},
     {"data", "modeling", "losses"},
     {"auto", "training_args", "model_card", "hub", "runs"},
     {"trainer", "report"},

@@ -9,11 +9,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
 
+from avgk_hf.set_statistics import SetStatistics, class_means
 from avgk_hf.sets import (
     AverageKThreshold,
-    SetStatistics,
     average_k_threshold,
-    class_means,
     head_scores,
     k_key,
     predict_sets,

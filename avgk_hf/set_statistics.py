@@ -1,0 +1,291 @@
+"""What is reported about the sets of labelled images, collected batch by batch: accuracies, sizes, coverages.
+
+Evaluation, calibration, metric and export count here, in one pass and O(K n) memory.
+"""
+
+import math
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from .conformal import coverage_record
+from .sets import AverageKThreshold, _score_matrix, check_k, is_number, k_key, ranked_mass
+
+SHOTS = {"few": (0, 20), "medium": (20, 101), "many": (101, math.inf)}  # training images of a class: [low, high)
+
+
+class SetStatistics:
+    """Everything that is reported about the sets of n labelled images, collected batch by batch in O(K n) memory.
+
+    Without `thresholds` it calibrates: lambda_val of every K comes from the images themselves, and the accuracies
+    from the same pass (validation). With `thresholds` it only evaluates (test).
+
+    Args:
+        ks: Average set sizes.
+        num_examples: n, the number of images that will be seen.
+        thresholds: {K: lambda_val}, or None to calibrate.
+        train_counts: Number of training images of each class, for the few / medium / many shot means.
+        mass: Whether to keep of every image what the scores better than that of the true class sum to.
+        questions: {name: function from scores (b, L) to sets (b, L)}, whose sets are counted besides; see `answers`.
+
+    Example:
+        >>> scores = torch.tensor([[0.9, 0.1, 0.0], [0.5, 0.4, 0.1]])
+        >>> stats = SetStatistics(ks=[1.5], num_examples=2)
+        >>> stats.update(scores, labels=torch.tensor([0, 1]))
+        >>> result = stats.compute()[1.5]
+        >>> result["average_k_accuracy"], result["mean_set_size"], result["top1_accuracy"]
+        (1.0, 1.5, 0.5)
+    """
+
+    def __init__(
+        self,
+        ks: Iterable[float],
+        num_examples: int,
+        thresholds: Mapping[float, float] | None = None,
+        train_counts: Iterable[int] | None = None,
+        mass: bool = False,
+        questions: Mapping[str, Callable[[Tensor], Tensor]] | None = None,
+    ) -> None:
+        self.mass, self.questions = mass, dict(questions or {})
+        self.ks = [check_k(k) for k in ks]
+        if thresholds is not None:
+            for k in self.ks:
+                _check_lambda(thresholds.get(k), k)
+        self.thresholds = thresholds
+        self.train_counts = None if train_counts is None else np.asarray(list(train_counts))
+        self.stream = AverageKThreshold(self.ks, num_examples) if thresholds is None else None
+        self.num_examples = num_examples
+        self.num_seen = 0
+        self.num_labels = 0
+        # one row per image, allocated once: small tensors kept from every batch would scatter over the heap, and the
+        # large ones between them could not be given back
+        self._columns: dict[str, Tensor] = {}
+
+    def update(self, scores: Tensor, labels: Tensor, first: int | None = None) -> None:
+        """Take in scores (b, L) and the true classes (b,) of b images.
+
+        Args:
+            scores: One row per image.
+            labels: True classes.
+            first: Position of the first of these images among the n; default: they follow those seen before.
+        """
+        scores, labels = _labelled(scores, labels)
+        if self.num_labels not in (0, scores.shape[1]):
+            raise ValueError(f"scores for {scores.shape[1]} classes after scores for {self.num_labels}.")
+        self.num_labels = scores.shape[1]
+        own = scores.gather(1, labels[:, None])  # (b, 1)
+        # ties are broken by class id, so that constant scores do not count as correct
+        lower = torch.arange(scores.shape[1], device=scores.device) < labels[:, None]  # (b, L)
+        ahead = (scores > own) | ((scores == own) & lower)
+        new = {"label": labels, "true": own[:, 0], "best": scores.amax(1), "rank": ahead.sum(1)}
+        if self.mass:
+            new["mass"] = ranked_mass(scores)[1].gather(1, new["rank"][:, None])[:, 0]
+        for name, sets_of in self.questions.items():
+            sets = sets_of(scores)  # (b, L)
+            new[f"{name} size"], new[f"{name} hit"] = sets.sum(1), sets.gather(1, labels[:, None])[:, 0].long()
+        if self.stream is not None:
+            self.stream.update(scores)
+        elif new["best"].isnan().any():
+            raise ValueError(
+                f"NaN among the scores of images {self.num_seen} to {self.num_seen + len(labels) - 1}: NaN is in no"
+                " set. Check the logits of the model: a lower learning rate or float32 usually cures it."
+            )
+        else:
+            new.update({k_key(k): (scores >= self.thresholds[k]).sum(1) for k in self.ks})
+        first = self.num_seen if first is None else first
+        self.num_seen += len(labels)
+        if self.num_seen > self.num_examples or first + len(labels) > self.num_examples:
+            raise ValueError(f"more than the announced num_examples={self.num_examples} images were given.")
+        for name, column in self.columns(scores.device).items():
+            column[first : first + len(labels)] = new[name]
+
+    def columns(self, device: torch.device | str = "cpu") -> dict[str, Tensor]:
+        """What is kept of every image, (n,) each; 0 for images that were not seen."""
+        if not self._columns:
+            types = {"label": torch.int64, "true": torch.float32, "best": torch.float32, "rank": torch.int64}
+            if self.stream is None:
+                types |= {k_key(k): torch.int64 for k in self.ks}  # set sizes
+            if self.mass:
+                types["mass"] = torch.float32 if torch.device(device).type == "mps" else torch.float64
+            types |= {f"{name} {what}": torch.int64 for name in self.questions for what in ("size", "hit")}
+            self._columns = {
+                name: torch.zeros(self.num_examples, dtype=dtype, device=device) for name, dtype in types.items()
+            }
+        return self._columns
+
+    def column(self, name: str) -> np.ndarray:
+        """One of `columns`, (n,), for the images seen."""
+        return self._columns[name][: self.num_seen].cpu().numpy()
+
+    @property
+    def labels(self) -> np.ndarray:
+        """The true classes (n,) of the images seen."""
+        return self.column("label")
+
+    def set_sizes(self, k: float) -> np.ndarray:
+        """The set size (n,) of every image seen; known when the thresholds were given."""
+        if self.stream is not None:
+            raise ValueError("set sizes per image are known only with given thresholds: evaluate after calibrating.")
+        return self.column(k_key(k))
+
+    def answers(self) -> dict[str, dict[str, float]]:
+        """For every question: `coverage`, the share of the sets with the true class, and `size`, their mean size.
+
+        `worst_class` is the coverage of the class that is covered least, `mean_class` the mean over the classes.
+
+        Example:
+            >>> stats = SetStatistics([1], 2, {1: 0.5}, questions={"best": lambda p: p == p.amax(1)[:, None]})
+            >>> stats.update(torch.tensor([[0.9, 0.1], [0.6, 0.4]]), torch.tensor([0, 1]))
+            >>> stats.answers()
+            {'best': {'coverage': 0.5, 'size': 1.0, 'worst_class': 0.0, 'mean_class': 0.5}}
+        """
+        seen = np.bincount(self.labels, minlength=self.num_labels)
+        found = {}
+        for name in self.questions:
+            hit = self.column(f"{name} hit")
+            by_class = np.bincount(self.labels, weights=hit, minlength=self.num_labels)[seen > 0] / seen[seen > 0]
+            found[name] = {
+                "coverage": float(hit.mean()),
+                "size": float(self.column(f"{name} size").mean()),
+                "worst_class": float(by_class.min()),
+                "mean_class": float(by_class.mean()),
+            }
+        return found
+
+    def coverage_metrics(self, per_class: bool = False) -> dict[str, float]:
+        """Of questions by coverage: `coverage_<level>`, `coverage_<level>_size`, and those of the classes if asked."""
+        metrics = {}
+        for level, found in self.answers().items():
+            metrics |= {f"coverage_{level}": found["coverage"], f"coverage_{level}_size": found["size"]}
+            if per_class:
+                metrics |= {f"coverage_{level}_{name}": found[name] for name in ("worst_class", "mean_class")}
+        return metrics
+
+    def coverage(self, levels: Iterable[float], per_class: bool, k: float) -> dict[str, Any]:
+        """The record of these images that answers by coverage, as `conformal.coverage_record` defines it.
+
+        Args:
+            levels: Coverage levels.
+            per_class: Whether to record the thresholds of each class too.
+            k: The model's own average set size; RAPS has no penalty for as many classes.
+        """
+        return coverage_record(
+            self.column("true"),
+            levels,
+            self.column("mass") if self.mass else None,
+            self.column("rank"),
+            self.labels if per_class else None,
+            self.num_labels,
+            k_reg=round(k),
+        )
+
+    def curve(self) -> list[list[float]]:
+        """The trade-off on the images that calibrate: rows of K, lambda_val, mean size, coverage, top-K accuracy.
+
+        K runs from 1 to the largest that is calibrated, 12 values at most. Coverage is the share of images whose set
+        holds the true class, the average-K accuracy; top-K accuracy is that of the best classes, as many for every
+        image as K allows.
+        """
+        true_scores, ranks = self.column("true"), self.column("rank")
+        rows = []
+        for k, (lambda_val, size) in self.stream.points(curve_ks(max(self.ks))).items():
+            coverage, topk = (true_scores >= np.float32(lambda_val)).mean(), (ranks < int(k)).mean()
+            rows.append([k, lambda_val, size, float(coverage), float(topk)])
+        return rows
+
+    def compute(self) -> dict[float, dict[str, float]]:
+        """For every K: lambda_val, the accuracies, and the sizes of the sets."""
+        if not self.num_seen:
+            raise ValueError("no images were evaluated; is the dataset empty?")
+        thresholds = self.stream.compute() if self.stream is not None else self.thresholds
+        calibrated_sizes = self.stream.mean_set_sizes() if self.stream is not None else None
+        labels, true_scores = self.labels, self.column("true")
+        best_scores, ranks = self.column("best"), self.column("rank")
+        results = {}
+        for k in self.ks:
+            lambda_val = thresholds[k]
+            correct = true_scores >= np.float32(lambda_val)
+            size = calibrated_sizes[k] if calibrated_sizes is not None else float(self.set_sizes(k).mean())
+            results[k] = {
+                "average_k_accuracy": float(correct.mean()),
+                "lambda_val": lambda_val,
+                "mean_set_size": size,
+                "empty_sets": float((best_scores < np.float32(lambda_val)).mean()),
+                "top1_accuracy": float((ranks < 1).mean()),
+                "topk_accuracy": float((ranks < int(k)).mean()),  # fractional K: a top-K set may not exceed K
+                **class_means(correct, labels, self.num_labels, self.train_counts),
+            }
+        return results
+
+
+def curve_ks(largest: float, most: int = 11) -> list[float]:
+    """K from 1 to the largest in even, round steps, `most` and the largest itself.
+
+    >>> curve_ks(3), len(curve_ks(10)), curve_ks(20)[-2:]
+    ([1.0, 1.2, 1.4, 1.6, 1.8, 2.0, 2.2, 2.4, 2.6, 2.8, 3.0], 10, [19.0, 20.0])
+    """
+    steps = (round(a * 10.0**b, 9) for b in range(-3, 10) for a in (1, 2, 2.5, 5))
+    step = next(step for step in steps if 1 + step * (most - 1) >= largest)
+    return sorted({*(k for k in (round(1 + i * step, 6) for i in range(most)) if k <= largest), float(largest)})
+
+
+def _check_lambda(lambda_val: Any, k: float) -> None:
+    if not is_number(lambda_val):
+        raise ValueError(
+            f"thresholds[{k_key(k)}]={lambda_val!r} is not a number; take it from `average_k_threshold(scores, k)`."
+        )
+
+
+def _labelled(scores: Any, labels: Any) -> tuple[Tensor, Tensor]:
+    """Float32 scores (b, L) and int64 labels (b,), each in [0, L); anything else is refused."""
+    scores, labels = _score_matrix(scores).detach().float(), torch.as_tensor(labels).detach()
+    batch, num_labels = scores.shape
+    if labels.shape != (batch,) or labels.dtype.is_floating_point or labels.dtype in (torch.bool, torch.complex64):
+        raise ValueError(
+            f"labels of shape {tuple(labels.shape)} and type {labels.dtype} for {batch} images: expected one class id"
+            " per image, whole numbers."
+        )
+    outside = (labels < 0) | (labels >= num_labels)
+    if outside.any():
+        raise ValueError(
+            f"label {labels[outside][0].item()} lies outside [0, {num_labels}), the classes of the scores: leave out"
+            " images without a label, or check the label column."
+        )
+    return scores, labels.long()
+
+
+def class_means(
+    correct: np.ndarray, labels: np.ndarray, num_labels: int, train_counts: np.ndarray | None = None
+) -> dict[str, float]:
+    """Mean over classes of the accuracy within the class, over all classes and by training count.
+
+    Classes without an image in `labels` do not count; a group without classes is left out. Few shot means fewer than
+    20 training images, medium 20 to 100, many more than 100.
+
+    Args:
+        correct: Whether each image's set holds its true class, (n,).
+        labels: True classes, (n,).
+        num_labels: L.
+        train_counts: Training images of each class, (L,).
+
+    Example:
+        >>> class_means(np.array([1, 1, 0]), np.array([0, 0, 1]), 2, np.array([200, 5]))
+        {'macro_accuracy': 0.5, 'few_shot_accuracy': 0.0, 'many_shot_accuracy': 1.0}
+    """
+    if train_counts is not None and len(train_counts) != num_labels:
+        raise ValueError(
+            f"train_counts has {len(train_counts)} values for {num_labels} classes: give the number of training images"
+            " of each class."
+        )
+    seen = np.bincount(labels, minlength=num_labels)
+    accuracy = np.bincount(labels, weights=correct, minlength=num_labels) / np.maximum(seen, 1)  # (L,)
+    means = {"macro_accuracy": float(accuracy[seen > 0].mean())}
+    if train_counts is not None:
+        for name, (low, high) in SHOTS.items():
+            group = (seen > 0) & (train_counts >= low) & (train_counts < high)
+            if group.any():
+                means[f"{name}_shot_accuracy"] = float(accuracy[group].mean())
+    return means
