@@ -29,7 +29,7 @@ clean:
 	rm -rf "$(VENV)" runs .pytest_cache .ruff_cache .hypothesis build dist
 
 # compiled once here, because some machines forbid Python to write .pyc files later and imports then take minutes
-$(VENV)/installed: pyproject.toml
+$(VENV)/installed: pyproject.toml Makefile
 	$(PYTHON) -m venv "$(VENV)"
 	$(PY) -m pip install --quiet uv
 	$(PY) -m uv pip install --quiet --python "$(VENV)" --compile-bytecode --editable ".[dev]"

@@ -19,7 +19,16 @@ from transformers import AutoImageProcessor, AutoModelForImageClassification, Pr
 
 from . import auto  # noqa: F401  (makes the Auto classes know the model)
 from .configuration import read_json
-from .conformal import LEVELS, answer, check_coverage, check_level, enough_images, level_key, stored_coverage
+from .conformal import (
+    LEVELS,
+    answer,
+    check_coverage,
+    check_level,
+    enough_images,
+    level_key,
+    question_name,
+    stored_coverage,
+)
 from .data import align_labels, prepare, skip_bad_images
 from .data.datasets import ON_BAD_IMAGE
 from .data.transforms import ImageTransform, ProcessorTransform
@@ -27,7 +36,7 @@ from .modeling import AvgKForImageClassification, check_folder, replacing
 from .monitor import SetSizeMonitor
 from .pipeline import config_score
 from .set_statistics import SetStatistics
-from .sets import check_k, check_thresholds, k_key, predict_sets, score, stored_threshold
+from .sets import check_k, check_thresholds, k_key, predict_sets, score, stored_head, stored_threshold
 from .trainer import AvgKTrainer
 from .training_args import AvgKTrainingArguments
 
@@ -116,7 +125,8 @@ def evaluate(
 ) -> dict[str, float]:
     """Evaluate a classifier on one split of `load_splits`, in one streaming pass.
 
-    Of images without labels only the set sizes are known, those of the monitor's K.
+    Of images without labels only the set sizes are known: `mean_set_size`, that of the monitor's K (default: the
+    first of `k`, or the model's own), and for others of `k` `mean_set_size@<K>`.
 
     Args:
         model: The model; with `calibrate` its config receives the thresholds.
@@ -131,7 +141,8 @@ def evaluate(
             report (default: all that are recorded).
         method: How the coverage that is reported is reached, as in `conformal.answer`.
         per_class: Whether to calibrate the thresholds of each class too, or to answer with them.
-        monitor: Takes in the set sizes of its K, in random order, because folders are read class by class.
+        monitor: Takes in the set sizes of its K, in random order, because folders are read class by class. Not for
+            calibrating, where the sizes are K by construction.
 
     Returns:
         The metrics, as `AvgKTrainer.evaluate` names them, without prefix; with `on_bad_image="skip"` also the number
@@ -142,21 +153,26 @@ def evaluate(
             raise ValueError(f"{option}={value!r} must be a whole number of at least {least}.")
     if on_bad_image not in ON_BAD_IMAGE:
         raise ValueError(f"on_bad_image={on_bad_image!r} is unknown; choose one of {list(ON_BAD_IMAGE)}.")
+    if calibrate and monitor is not None:
+        raise ValueError("a monitor compares other images with those of the calibration: evaluate with it afterwards.")
+    labelled, k = "label" in dataset.column_names, list(k)
+    if not labelled and calibrate:
+        raise ValueError("the images have no labels: calibrate on labelled ones, split/<class>/image.jpg.")
+    if not labelled and (coverage is not None or per_class or method != "lac"):
+        raise ValueError("the images have no labels, so no coverage can be measured on them: ask for sizes only (k).")
     skipped = {}
     if on_bad_image == "skip":  # before anything is computed, because the threshold depends on the number of images
         dataset, number = skip_bad_images(dataset, str(dataset.split or dataset_name or "the dataset"), num_workers)
         skipped = {"skipped": number}
-    if "label" not in dataset.column_names:
-        if calibrate:
-            raise ValueError("the images have no labels: calibrate on labelled ones, split/<class>/image.jpg.")
-        monitor = monitor or SetSizeMonitor.from_config(model.config, *list(k)[:1])
-        return {**_evaluate_unlabelled(model, dataset, batch_size, num_workers, monitor), **skipped}
+    if not labelled:
+        monitor = monitor or SetSizeMonitor.from_config(model.config, *k[:1])
+        return {**_evaluate_unlabelled(model, dataset, k, batch_size, num_workers, monitor), **skipped}
     dataset = align_labels(dataset, model.config)
-    ks = list(k) or [float(key) for key in getattr(model.config, "thresholds", None) or {}]
-    if not calibrate:
-        stored_threshold(model.config, ks[0] if ks else None)
-        for size in ks:
-            stored_threshold(model.config, size)  # refuses one that is not calibrated
+    ks = k or [float(key) for key in getattr(model.config, "thresholds", None) or {}]
+    if monitor is not None and monitor.k not in ks:
+        ks = [*ks, monitor.k]
+    for size in () if calibrate else ks or [None]:
+        stored_threshold(model.config, size)  # refuses one that is not calibrated
     levels = _levels(model, coverage, calibrate, len(dataset), method, per_class)
     if not isinstance(model, AvgKForImageClassification):
         how = {"method": method, "per_class": per_class, "monitor": monitor}
@@ -192,18 +208,29 @@ def watch(monitor: SetSizeMonitor, sizes: np.ndarray) -> dict[str, float]:
 
 
 def _evaluate_unlabelled(
-    model: PreTrainedModel, dataset: Dataset, batch_size: int, num_workers: int, monitor: SetSizeMonitor
+    model: PreTrainedModel,
+    dataset: Dataset,
+    ks: list[float],
+    batch_size: int,
+    num_workers: int,
+    monitor: SetSizeMonitor,
 ) -> dict[str, float]:
     """`evaluate` for images without labels."""
-    lambda_val = stored_threshold(model.config, monitor.k)
+    lambdas = {k: stored_threshold(model.config, k) for k in dict.fromkeys([monitor.k, *ks])}
     images = dataset.cast_column("image", Image(decode=False)).with_transform(transform_for(model))
     loader = torch.utils.data.DataLoader(images, batch_size, collate_fn=default_data_collator, num_workers=num_workers)
-    sizes = []
+    sizes = {k: [] for k in lambdas}
     for batch in tqdm(loader, desc="evaluate", unit="batch"):
-        scores = model_scores(model, batch["pixel_values"], monitor.k)
-        sizes.append(predict_sets(scores, lambda_val).sum(1).cpu().numpy())
-    found = np.concatenate(sizes)
-    return {"num_images": len(found), "mean_set_size": float(found.mean()), **watch(monitor, found)}
+        scores = {}  # of every head that answers
+        for k, lambda_val in lambdas.items():
+            head = stored_head(model.config, k)
+            if head not in scores:
+                scores[head] = model_scores(model, batch["pixel_values"], k)
+            sizes[k].append(predict_sets(scores[head], lambda_val).sum(1).cpu().numpy())
+    found = {k: np.concatenate(batches) for k, batches in sizes.items()}
+    own = found.pop(monitor.k)
+    others = {f"mean_set_size@{k_key(k)}": float(of_k.mean()) for k, of_k in found.items()}
+    return {"num_images": len(own), "mean_set_size": float(own.mean()), **others, **watch(monitor, own)}
 
 
 def _levels(
@@ -254,8 +281,9 @@ def _evaluate_foreign(
     for k in ks:
         check_k(k, config.num_labels)
     thresholds = None if calibrate else {k: stored_threshold(config, k) for k in ks}
+    how = {"method": method, "per_class": per_class}
     questions = {
-        level_key(level): partial(answer, config=config, coverage=level, method=method, per_class=per_class)
+        question_name(level, **how): partial(answer, config=config, coverage=level, **how)
         for level in levels
         if not calibrate
     }
@@ -286,7 +314,7 @@ def _evaluate_foreign(
     for k, result in results.items():
         metrics.update({f"{name}@{k_key(k)}": v for name, v in result.items() if name != "top1_accuracy"})
     seen = {} if monitor is None else watch(monitor, statistics.set_sizes(monitor.k))
-    return {**metrics, **statistics.coverage_metrics(per_class), **seen}
+    return {**metrics, **statistics.coverage_metrics(), **seen}
 
 
 def save_classifier(model: PreTrainedModel, folder: str | Path, metrics: dict[str, float]) -> None:

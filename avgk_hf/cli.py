@@ -55,13 +55,14 @@ def build_parser() -> argparse.ArgumentParser:
             help="refuse an image that cannot be read, or leave it out and count it (%(default)s)",
         )
         command.add_argument("--json", action="store_true", help="print the metrics as JSON")
+        shown = "size against coverage" if name == "calibrate" else "the mean set size and its interval"
+        command.add_argument("--plot", metavar="FILE", help=f"picture of {shown}, PNG or SVG")
         if name == "calibrate":
             command.add_argument("--out", help="folder for the calibrated model (default: write to MODEL)")
             command.add_argument("--push", metavar="REPO", help="upload the folder of --out to the Hub")
         else:
             command.add_argument("--out", help="JSON file to write the metrics to")
             command.add_argument("--method", choices=METHODS, default="lac", help="how coverage is reached (lac)")
-            command.add_argument("--plot", metavar="FILE", help="picture of the mean set size and its interval")
 
     predict = commands.add_parser("predict", help="print the predicted set of each image")
     predict.add_argument("model", help="folder or Hub id of a model")
@@ -216,10 +217,13 @@ def run_evaluate(args: argparse.Namespace) -> None:
     print(text if args.json else "\n".join(f"{name:32}{value:.6g}" for name, value in metrics.items()))
     if monitor and not monitor.drifted and not args.json:  # a drift was said already
         print(monitor.message())
-    if not calibrate and args.plot:
-        from .plots import set_size_course
+    if args.plot:
+        from .plots import set_size_course, tradeoff_curve
 
-        set_size_course(monitor, args.plot)
+        if calibrate:
+            tradeoff_curve({Path(args.model).resolve().name: model.config.calibration["curve"]}, args.plot)
+        else:
+            set_size_course(monitor, args.plot)
     if calibrate and not args.json:
         print(f"thresholds written to {args.out or args.model}")
         for level, how in describe(model.config.coverage).items():

@@ -60,7 +60,7 @@ class AvgKConfig(PreTrainedConfig):
         coverage: What answers by coverage, from the same images: thresholds by method and level, and what
             `conformal.coverage_record` says about them; those of the head that answers for `k`.
         calibration: Where the thresholds come from: number of images, split, dataset, date, training step; and
-            `curve`, the trade-off on these images (`sets.SetStatistics.curve`).
+            `curve`, the trade-off on these images (`SetStatistics.curve`), which like `coverage` is that of `head`.
         train_counts: Training images of each class, for the few / medium / many shot means.
 
     Example:

@@ -14,9 +14,13 @@ the scores of an image, best first, and y the position of the class in question:
 
 APS and RAPS are deterministic: the last class of a set is the one that goes beyond q, nothing is drawn at random, and
 no set is empty. (With the class itself in its sum, the clearest images get empty sets and the others far larger ones.)
-They need scores that sum to 1, so `score="softmax"`. LAC per class takes q from the images of each class, and so holds
-for every class; classes with too few images, r > n, share the q of all their images (pooled), or of all images where
-these are too few.
+Every image whose true class is the best has e = 0, so that ties are the rule and the coverage of an accurate model may
+be far above c. They need scores that sum to 1, so `score="softmax"`. LAC per class takes q from the images of each
+class, and so holds for every class; classes with too few images, r > n, share the q of all their images (pooled), or
+of all images where these are too few: for them it holds on average.
+
+All of it supposes that nothing was chosen on the n images. The best of several checkpoints, or of the heads
+(`head="auto"`), is a choice; for the exact guarantee calibrate on images that were not used for one.
 
 Like the model, this file travels with a saved model as remote code.
 
@@ -41,7 +45,15 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from .sets import is_number, predict_sets, ranked_mass, stored_threshold
+from .sets import (
+    calibration_record,
+    is_number,
+    predict_sets,
+    ranked_mass,
+    stored_head,
+    stored_threshold,
+    within_bounds,
+)
 
 METHODS = ("lac", "aps", "raps")
 LEVELS = (0.9, 0.95, 0.99)
@@ -66,6 +78,15 @@ def level_key(level: float) -> str:
     ('0.95', '0.5')
     """
     return str(float(level))
+
+
+def question_name(level: float, method: str = "lac", per_class: bool = False) -> str:
+    """What a coverage that was measured is called in metrics: the level, and how it was reached.
+
+    >>> question_name(0.9), question_name(0.9, "aps"), question_name(0.9, per_class=True)
+    ('0.9', 'aps_0.9', 'per_class_0.9')
+    """
+    return ("per_class_" if per_class else f"{method}_" * (method != "lac")) + level_key(level)
 
 
 def conformal_rank(level: float, num_examples: int) -> int:
@@ -124,15 +145,19 @@ def coverage_record(
         penalty: What RAPS adds for every further class.
 
     Returns:
-        `num_examples`; for each method {level: threshold}, for RAPS with `k_reg` and `penalty`; per class
-        `per_class` {level: (L,) thresholds}, `class_counts` (L,), and `pooled` {level: classes with too few images,
-        which share a threshold}. Empty where no level can be recorded.
+        `num_examples`; for each method {level: threshold}, for RAPS with `k_reg` and `penalty`. Per class
+        `class_counts` (L,) and `per_class` {level: record}: `own` {class id: threshold} for the classes with images
+        enough; `pooled`, the threshold of all others; and `pooled_from`, whose images that one is from, the `"rare"`
+        classes' or `"all"`. Empty where no level can be recorded.
 
     Example:
         >>> coverage_record(np.arange(1, 11) / 16, [0.5, 0.8, 0.99])
         {'num_examples': 10, 'lac': {'0.5': 0.3125, '0.8': 0.125}}
+        >>> labels = np.array([0, 0, 0, 1, 1, 1, 1, 1, 2, 2])
+        >>> coverage_record(np.arange(1, 11) / 16, [0.75], labels=labels, num_labels=3)["per_class"]
+        {'0.75': {'own': {'0': 0.0625, '1': 0.25}, 'pooled': 0.125, 'pooled_from': 'all'}}
     """
-    levels = sorted({check_level(level) for level in levels if enough_images(level) <= len(true)})
+    levels = sorted({level for level in map(check_level, levels) if enough_images(level) <= len(true)})
     if not levels:
         return {}
     record: dict[str, Any] = {"num_examples": len(true)}
@@ -145,30 +170,34 @@ def coverage_record(
     if labels is not None:
         counts = np.bincount(labels, minlength=num_labels)
         record["class_counts"] = counts.tolist()
-        record["per_class"], record["pooled"] = {}, {}
+        record["per_class"] = {}
         for level in levels:
             few = counts < enough_images(level)
-            shared = true[few[labels]]  # the threshold of all images would leave rare classes uncovered
-            shared = -conformal_quantile(-(shared if len(shared) >= enough_images(level) else true), level)
-            record["pooled"][level_key(level)] = few.nonzero()[0].tolist()
-            record["per_class"][level_key(level)] = [
-                shared if few[j] else -conformal_quantile(-true[labels == j], level) for j in range(num_labels)
-            ]
+            rare = true[few[labels]]  # the threshold of all images would leave rare classes uncovered
+            enough = len(rare) >= enough_images(level)
+            record["per_class"][level_key(level)] = {
+                "own": {str(j): -conformal_quantile(-true[labels == j], level) for j in (~few).nonzero()[0]},
+                "pooled": -conformal_quantile(-(rare if enough else true), level),
+                "pooled_from": "rare" if enough else "all",
+            }
     return record
 
 
 def describe(record: Mapping[str, Any]) -> dict[str, str]:
     """The coverage levels that a record can answer, and how, in words.
 
-    >>> describe({"lac": {"0.5": 0.3}, "per_class": {"0.5": [0.3] * 4}, "pooled": {"0.5": [1]}})
-    {'0.5': 'lac, per class (1 of 4 with too few images, pooled)'}
+    >>> own = {"own": {"0": 0.3, "2": 0.2}, "pooled": 0.1, "pooled_from": "all"}
+    >>> describe({"lac": {"0.5": 0.3}, "class_counts": [9, 0, 5], "per_class": {"0.5": own}})
+    {'0.5': 'lac, per class (1 of 3 with too few images share the threshold of all)'}
     """
     found = {}
     for level in record.get("lac", {}):
         parts = [method for method in METHODS if level in record.get(method, {})]
         if level in record.get("per_class", {}):
-            few, classes = len(record.get("pooled", {}).get(level, [])), len(record["per_class"][level])
-            parts.append("per class" + (f" ({few} of {classes} with too few images, pooled)" if few else ""))
+            part, classes = record["per_class"][level], len(record["class_counts"])
+            few = classes - len(part["own"])
+            source = "one threshold" if part["pooled_from"] == "rare" else "the threshold of all"
+            parts.append("per class" + (f" ({few} of {classes} with too few images share {source})" if few else ""))
         found[level] = ", ".join(parts)
     return found
 
@@ -207,9 +236,10 @@ def check_coverage(record: Any, num_labels: int, kind: str) -> None:
             if part < 0 or not isinstance(part, numbers[name]):
                 refuse(place, part, "must be a number >= 0, and whole but for the penalty")
         elif name == "class_counts":
-            if not _whole_numbers(part, math.inf) or len(part) != num_labels:
-                refuse(place, part, f"must hold {num_labels} whole numbers, the images of each class")
-        elif name not in (*METHODS, "per_class", "pooled"):
+            whole = isinstance(part, list) and all(type(count) is int and count >= 0 for count in part)
+            if not whole or len(part) != num_labels:
+                raise ValueError(f"config.coverage{place} must hold {num_labels} whole numbers >= 0. {AGAIN}")
+        elif name not in (*METHODS, "per_class"):
             raise ValueError(f"config.coverage has the unknown key {name!r}. {AGAIN}")
         elif not isinstance(part, Mapping):
             refuse(place, part, "must map coverage levels to thresholds")
@@ -221,22 +251,24 @@ def check_coverage(record: Any, num_labels: int, kind: str) -> None:
                     reason = f"config.coverage{place} has the key {key!r}, which is no coverage level"
                     raise ValueError(f"{reason}. {AGAIN}") from None
                 inner = f"{place}[{key!r}]"
-                if name == "pooled":
-                    if not _whole_numbers(value, num_labels):
-                        refuse(inner, value, f"must hold class ids below {num_labels}")
-                elif name == "per_class":
-                    if not isinstance(value, list) or len(value) != num_labels:
-                        refuse(inner, value, f"must hold {num_labels} thresholds, one for each class")
-                    for j, threshold in enumerate(value):
-                        check_number(f"{inner}[{j}]", threshold, kind != "logit")
-                else:
+                if name != "per_class":
                     check_number(inner, value, name == "lac" and kind != "logit")
-    if "raps" in record and not {"k_reg", "penalty"} <= set(record):
-        raise ValueError(f"config.coverage has 'raps' without its 'k_reg' and 'penalty'. {AGAIN}")
-
-
-def _whole_numbers(values: Any, below: float) -> bool:
-    return isinstance(values, list) and all(type(value) is int and 0 <= value < below for value in values)
+                    continue
+                if not isinstance(value, Mapping) or set(value) != {"own", "pooled", "pooled_from"}:
+                    refuse(inner, value, "must hold 'own', 'pooled' and 'pooled_from'")
+                check_number(f"{inner}['pooled']", value["pooled"], kind != "logit")
+                if value["pooled_from"] not in ("rare", "all"):
+                    refuse(f"{inner}['pooled_from']", value["pooled_from"], "must be 'rare' or 'all'")
+                if not isinstance(value["own"], Mapping):
+                    refuse(f"{inner}['own']", value["own"], "must map class ids to thresholds")
+                classes = set(map(str, range(num_labels)))
+                for j, threshold in value["own"].items():
+                    if j not in classes:
+                        refuse(f"{inner}['own']", {j: threshold}, "has a key that is no class")
+                    check_number(f"{inner}['own'][{j!r}]", threshold, kind != "logit")
+    for name, needed in (("raps", {"k_reg", "penalty"}), ("per_class", {"class_counts"})):
+        if name in record and not needed <= set(record):
+            raise ValueError(f"config.coverage has {name!r} without {' and '.join(sorted(needed))}. {AGAIN}")
 
 
 def stored_coverage(config: Any, coverage: float, method: str = "lac", per_class: bool = False) -> float | list[float]:
@@ -253,10 +285,17 @@ def stored_coverage(config: Any, coverage: float, method: str = "lac", per_class
     again = f"calibrate with `avgk calibrate MODEL DATASET --coverage {level}{' --per-class' * per_class}`"
     if not record:
         raise ValueError(f"this model is not calibrated for any coverage: {again}.")
+    asked = "per_class" if per_class else method
+    if isinstance(record, Mapping):  # the part that is asked for, because this is done for every image
+        record = {name: part for name, part in record.items() if name == asked or not isinstance(part, Mapping)}
     check_coverage(record, config.num_labels, kind)  # only our own config does by itself
     if method != "lac" and kind != "softmax":
         raise ValueError(f"method={method!r} sums probabilities, and score={kind!r} does not sum to 1: use 'lac'.")
-    found = record.get("per_class" if per_class else method) or {}
+    answers = stored_head(config)
+    head = calibration_record(config).get("head", answers)
+    if head != answers:
+        raise ValueError(f"the coverage was calibrated for head={head!r}, and now {answers!r} answers: {again}.")
+    found = record.get(asked) or {}
     if level not in found:
         known = ", ".join(sorted(found, key=float)) or "none"
         what = "per class" if per_class else f"with method={method!r}"
@@ -264,7 +303,10 @@ def stored_coverage(config: Any, coverage: float, method: str = "lac", per_class
             f"coverage={level} is not recorded {what}, only {known}: ask for one of these, or {again}. It takes"
             f" {enough_images(coverage)} validation images at least."
         )
-    return found[level]
+    if not per_class:
+        return found[level]
+    own = found[level]["own"]
+    return [own.get(str(j), found[level]["pooled"]) for j in range(config.num_labels)]
 
 
 def check_request(
@@ -336,7 +378,7 @@ def answer(
         coverage: Share of images whose set is to hold the true class, one of the levels that were calibrated.
         method: How coverage is reached: `"lac"` (smallest sets), `"aps"` or `"raps"` (sizes that follow the
             difficulty of the image).
-        per_class: Reach the coverage in every class, with `"lac"`.
+        per_class: Reach the coverage in every class, with `"lac"`; in the pooled classes, on average over them.
         cumulative: The fewest best classes whose probabilities sum to this at least.
         lambda_val: A threshold.
         min_size: At least this many classes for each image, the best ones; 0 allows empty sets.
@@ -365,11 +407,5 @@ def answer(
         else:
             inside = mass <= value
         sets = torch.zeros_like(inside).scatter_(1, order, inside)
-    if min_size or max_size is not None:
-        order = scores.argsort(dim=1, descending=True, stable=True)
-        inside = sets.gather(1, order)
-        inside[:, :min_size] = True
-        if max_size is not None:
-            inside &= inside.cumsum(1) <= min(max_size, scores.shape[1])  # a tensor takes no larger whole number
-        sets = torch.zeros_like(sets).scatter_(1, order, inside)
-    return sets
+    most = None if max_size is None else min(max_size, scores.shape[1])  # a tensor takes no larger whole number
+    return within_bounds(scores, sets, min_size, most)

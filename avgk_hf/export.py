@@ -32,7 +32,7 @@ from .data import align_labels, prepare
 from .modeling import AvgKForImageClassification, replacing
 from .pipeline import config_score
 from .set_statistics import SetStatistics
-from .sets import SCORES, _own_k, k_key, stored_head, stored_threshold
+from .sets import SCORES, k_key, own_k, stored_head, stored_threshold
 
 MODEL, INT8, REPORT, PROCESSOR = "model.onnx", "model.int8.onnx", "export.json", "preprocessor_config.json"
 NAMES = {"input_names": ["pixel_values", "lambda_val"], "output_names": ["scores", "set"]}
@@ -133,7 +133,7 @@ def export_onnx(
             raise ImportError(f"the export needs {name} ({error}): `pip install 'avgk_hf[onnx]'`.") from error
     config = model.config
     module = exportable(model, k)
-    k = _own_k(config) if k is None else k
+    k = own_k(config) if k is None else k
     head = stored_head(config, k)
     heads = {key: stored_head(config, float(key)) for key in config.thresholds}
     thresholds = {key: config.thresholds[key] for key in sorted(heads, key=float) if heads[key] == head}

@@ -136,6 +136,7 @@ def render_card(
         dataset=_text(dataset or "not stated"),
         hyperparameters={_text(name): _text(value) for name, value in hyperparameters.items()},
         curve=_curve((config.calibration or {}).get("curve")),
+        curve_head=(config.calibration or {}).get("head") if getattr(config, "head", "ml") == "auto" else None,
         levels=_levels(getattr(config, "coverage", None) or {}, metrics),
         measured=any(name.startswith("coverage_") for name in metrics),
     )
@@ -227,16 +228,20 @@ def _curve(rows: list[list[float]] | None) -> list[dict[str, str]]:
 
 
 def _levels(record: dict[str, Any], metrics: dict[str, float]) -> list[dict[str, str]]:
-    """The coverage levels that can be asked for, and what was reached where it was measured."""
+    """The coverage levels that can be asked for, and what was reached, by whichever methods were measured."""
     rows = []
     for level, methods in describe(record).items():
-        reached = metrics.get(f"coverage_{level}")
+        names = {"lac": level, **{how: f"{how}_{level}" for how in ("aps", "raps", "per_class")}}
+        found = {how: name for how, name in names.items() if f"coverage_{name}" in metrics}
         rows.append(
             {
                 "asked": level,
                 "methods": methods,
-                "coverage": "–" if reached is None else _percent(reached),
-                "size": "–" if reached is None else f"{metrics[f'coverage_{level}_size']:.2f}",
+                "coverage": ", ".join(
+                    f"{_percent(metrics[f'coverage_{name}'])} ({how.replace('_', ' ')})" for how, name in found.items()
+                )
+                or "–",
+                "size": ", ".join(f"{metrics[f'coverage_{name}_size']:.2f}" for name in found.values()) or "–",
             }
         )
     return rows

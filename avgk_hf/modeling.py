@@ -386,7 +386,8 @@ class AvgKForImageClassification(PreTrainedModel):
         """
         if self.sccp_head is not None and self._needed_heads() == {"sccp"}:
             self.ml_head = self.sccp_head
-            self.config.head, self.config.heads = "ml", {}
+            self.config.head, self.config.heads, self.config.head_thresholds = "ml", {}, {}
+            self.config.calibration = {**(self.config.calibration or {}), "head": "ml"}
         return self.drop_sccp_head() if self._needed_heads() == {"ml"} else self
 
     def _needed_heads(self) -> set[str]:

@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from .sets import _own_k, check_k, is_number, k_key, stored_threshold
+from .sets import calibration_record, check_k, is_number, k_key, own_k, stored_threshold
 
 logger = logging.getLogger(__name__)
 LARGEST_BET = 0.5  # of what can be bet without the risk of losing everything
@@ -51,9 +51,10 @@ class SetSizeMonitor:
     second is an approximation for large n.
 
     Three things to know. Images have to come in no particular order: one class after the other changes the mean on
-    the way. The mean is that of all images since the start, with more weight on the first: to see a change that begins
-    late, begin a new monitor every day, or every few thousand images. And no drift does not prove that the images are
-    alike: sets can keep their size and miss more often, which only labels show.
+    the way. The interval is that of images which do not change, and the first ones have more weight in it: to see a
+    change that begins late (where even the plain `mean` may leave the interval), begin a new monitor every day, or
+    every few thousand images. And no drift does not prove that the images are alike: sets can keep their size and miss
+    more often, which only labels show.
 
     Args:
         k: The average set size that was calibrated.
@@ -102,6 +103,7 @@ class SetSizeMonitor:
         self.num_images = 0
         self.drifted = False
         self.history: list[tuple[int, float, float, float]] = []
+        self._warning: str | None = None
         self._evidence = math.log(2 / (1 - confidence))
         self._total = 0
         self._squares = 0.0  # of the distance of each size from the mean before it
@@ -114,16 +116,15 @@ class SetSizeMonitor:
 
         Args:
             config: The model's config with thresholds.
-            k: Average set size, one that was calibrated; default the model's own.
+            k: Average set size, in the calibrated range; default the model's own.
             kwargs: Further arguments of the class, e.g. `tolerance=0.1`.
         """
         lambda_val = stored_threshold(config, k)
-        k = _own_k(config) if k is None else k
-        record = getattr(config, "calibration", None)
-        record = record if isinstance(record, Mapping) else {}
+        k = own_k(config) if k is None else k
+        record = calibration_record(config)
         number = record.get("num_examples")
         largest = config.num_labels
-        if getattr(config, "score", "softmax") == "softmax" and lambda_val > 0:
+        if getattr(config, "score", "softmax") == "softmax" and lambda_val * largest > 1:
             # probabilities that sum to 1, up to rounding
             largest = min(largest, max(math.floor(k) + 1, math.floor((1 + 1e-4) / lambda_val)))
         given = {
@@ -187,10 +188,13 @@ class SetSizeMonitor:
             self.history.append((number, self.mean, lower, upper))
         if not self.drifted and (lower > self.k + self.margin or upper < self.k - self.margin):
             self.drifted = True
-            logger.warning(self.message())
+            self._warning = self.message()
+            logger.warning(self._warning)
 
     def message(self) -> str:
-        """What was calibrated, what is seen, and, where they differ, what to do."""
+        """What was calibrated and what is seen; after K was left, what was seen at that moment, and what to do."""
+        if self._warning:
+            return self._warning
         lower, upper = self.interval
         where = f" on {self.num_calibrated} images" if self.num_calibrated else ""
         where += f" of {self.source}" if self.source else ""
@@ -211,7 +215,8 @@ class SetSizeMonitor:
             raise ValueError(f"sizes={sizes!r}: expected the set sizes of images, e.g. `[3]` for one image, or sets.")
         if not isinstance(sizes, (torch.Tensor, np.ndarray)):
             sizes = list(sizes)
-            if sizes and all(isinstance(one, (list, tuple, set, frozenset)) for one in sizes):
+            lists = bool(sizes) and all(isinstance(one, (list, tuple, set, frozenset)) for one in sizes)
+            if lists and not any(isinstance(j, bool) for one in sizes for j in one):  # that would be a mask
                 sizes = [len(one) for one in sizes]
         if isinstance(sizes, torch.Tensor):
             sizes = sizes.detach().cpu().numpy()

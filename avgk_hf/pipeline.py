@@ -38,7 +38,7 @@ class AverageKImageClassificationPipeline(Pipeline):
         cumulative: The fewest best classes whose probabilities sum to this.
         lambda_val: Threshold to use instead of the calibrated one.
         method: How coverage is reached: `"lac"` (default), `"aps"` or `"raps"`.
-        per_class: Reach the coverage in every class.
+        per_class: Reach the coverage in every class (in those with few validation images: on average over them).
         min_size: At least this many classes (default 1).
         max_size: At most this many classes (default: no limit).
         timeout: Seconds to wait for an image from the web.
@@ -83,8 +83,8 @@ class AverageKImageClassificationPipeline(Pipeline):
         question = {"k": k, "coverage": coverage, "cumulative": cumulative, "lambda_val": lambda_val}
         if all(value is None for value in question.values()):
             question = {}
-        else:  # all of it, so that a question of a call takes the place of the pipeline's own
-            question |= {"method": method or "lac", "per_class": bool(per_class)}
+        elif coverage is None:  # another question than the pipeline's own takes its place, with what belongs to it
+            question |= {"method": "lac", "per_class": False}
         details = {"method": method, "per_class": per_class, "min_size": min_size, "max_size": max_size}
         details = {name: value for name, value in details.items() if value is not None}
         return {} if timeout is None else {"timeout": timeout}, {}, {**question, **details}

@@ -155,13 +155,13 @@ class SetStatistics:
             }
         return found
 
-    def coverage_metrics(self, per_class: bool = False) -> dict[str, float]:
-        """Of questions by coverage: `coverage_<level>`, `coverage_<level>_size`, and those of the classes if asked."""
+    def coverage_metrics(self) -> dict[str, float]:
+        """Of questions by coverage: `coverage_<question>`, `_size`, and per class `_worst_class` and `_mean_class`."""
         metrics = {}
-        for level, found in self.answers().items():
-            metrics |= {f"coverage_{level}": found["coverage"], f"coverage_{level}_size": found["size"]}
-            if per_class:
-                metrics |= {f"coverage_{level}_{name}": found[name] for name in ("worst_class", "mean_class")}
+        for name, found in self.answers().items():
+            metrics |= {f"coverage_{name}": found["coverage"], f"coverage_{name}_size": found["size"]}
+            if name.startswith("per_class"):
+                metrics |= {f"coverage_{name}_{part}": found[part] for part in ("worst_class", "mean_class")}
         return metrics
 
     def coverage(self, levels: Iterable[float], per_class: bool, k: float) -> dict[str, Any]:

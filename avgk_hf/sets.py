@@ -399,10 +399,26 @@ def predict_sets(scores: Tensor | np.ndarray, lambda_val: float | list[float], m
         raise ValueError(f"NaN among the scores of image {row}: NaN is in no set. Check the logits of the model.")
     if isinstance(lambda_val, list):
         lambda_val = torch.tensor(lambda_val, dtype=torch.float32, device=scores.device)  # (L,)
-    sets = scores >= lambda_val  # (n, L)
-    if min_size:
-        sets.scatter_(-1, scores.topk(min_size, dim=-1).indices, True)
-    return sets
+    return within_bounds(scores, scores >= lambda_val, min_size)
+
+
+def within_bounds(scores: Tensor, sets: Tensor, min_size: int = 0, max_size: int | None = None) -> Tensor:
+    """Sets (n, L) of at least `min_size` classes, filled up with the best others, and at most the best `max_size`.
+
+    Thresholds of each class may leave out a class that scores higher than one they take: the members come first.
+
+    Example:
+        >>> scores, sets = torch.tensor([[0.4, 0.3, 0.2, 0.1]]), torch.tensor([[False, True, True, False]])
+        >>> [within_bounds(scores, sets, *bounds)[0].int().tolist() for bounds in ((1, 1), (2,), (3,))]
+        [[0, 1, 0, 0], [0, 1, 1, 0], [1, 1, 1, 0]]
+    """
+    if not min_size and max_size is None:
+        return sets
+    order = scores.argsort(dim=1, descending=True, stable=True)
+    order = order.gather(1, sets.gather(1, order).byte().argsort(dim=1, descending=True, stable=True))
+    sizes = sets.sum(1, keepdim=True).clamp(min_size, scores.shape[1] if max_size is None else max_size)
+    inside = torch.arange(scores.shape[1], device=scores.device) < sizes
+    return torch.zeros_like(sets).scatter_(1, order, inside)
 
 
 def ranked_sets(scores: Tensor, sets: Tensor) -> list[list[int]]:
@@ -466,8 +482,9 @@ def check_thresholds(thresholds: Any, num_labels: int, kind: str, field: str = "
 def stored_threshold(config: Any, k: float | None = None) -> float:
     """lambda_val of `k` (default: the config's own `k`) that a calibration wrote to a model's config.
 
-    Exact for the K that were calibrated. Between two of them, K_1 < K < K_2 of the same head, it is interpolated, for
-    probabilities as a power of K and for logits linearly in log K (logits are log-probabilities up to a constant):
+    Exact for the K that were calibrated. Between two of them it is interpolated, from the nearest K_1 < K < K_2 that
+    were recorded for the same head, those of the trade-off curve included: for probabilities as a power of K, for
+    logits linearly in log K (logits are log-probabilities up to a constant),
 
         t = log(K / K_1) / log(K_2 / K_1),    log lambda = (1 - t) log lambda_1 + t log lambda_2,
 
@@ -479,28 +496,38 @@ def stored_threshold(config: Any, k: float | None = None) -> float:
         >>> config = SimpleNamespace(num_labels=10, thresholds={"1": 0.4, "4": 0.1})
         >>> stored_threshold(config, 4), round(stored_threshold(config, 2), 6)
         (0.1, 0.2)
+        >>> config.calibration = {"curve": [[1, 0.4, 1, 0.7, 0.7], [2, 0.15, 2, 0.8, 0.8], [4, 0.1, 4, 0.9, 0.9]]}
+        >>> stored_threshold(config, 2)
+        0.15
     """
     thresholds = getattr(config, "thresholds", None) or {}
-    kind = getattr(config, "score", "softmax")
     if not thresholds:
         raise ValueError(
             "this model has no thresholds, so it cannot predict sets: calibrate it on validation images with"
             " `trainer.evaluate()`, or with `avgk calibrate MODEL DATASET`."
         )
-    check_thresholds(thresholds, config.num_labels, kind)  # only ours does by itself
-    k = check_k(_own_k(config) if k is None else k, config.num_labels)
-    if k_key(k) not in thresholds and getattr(config, "head", "ml") == "auto":
-        head = _nearest_head(config, k)  # thresholds of different heads must not be mixed
-        own = {key: lambda_val for key, lambda_val in thresholds.items() if config.heads[key] == head}
-        thresholds = {**(config.head_thresholds.get(head) or {}), **own}
-    return interpolated(thresholds, k, kind)
+    k = check_k(own_k(config) if k is None else k, config.num_labels)
+    check_thresholds(thresholds, config.num_labels, getattr(config, "score", "softmax"))  # only ours does by itself
+    head = getattr(config, "head", "ml")
+    return head_threshold(config, _nearest_head(config, k) if head == "auto" else head, k)
 
 
-def interpolated(thresholds: Mapping[str, float], k: float, kind: str = "softmax") -> float:
-    """lambda_val of `k` from the thresholds {K as text: lambda_val} of one head, as `stored_threshold` defines it."""
-    if k_key(k) in thresholds:
-        return float(thresholds[k_key(k)])
-    known = sorted(map(float, thresholds))
+def head_threshold(config: Any, head: str, k: float) -> float:
+    """lambda_val of `k` for one of the heads, as `stored_threshold` defines it."""
+    kind, record, found = getattr(config, "score", "softmax"), calibration_record(config), {}
+    if getattr(config, "head", "ml") == "auto":
+        found = {key: value for key, value in config.thresholds.items() if config.heads[key] == head}
+    elif head == record.get("head", getattr(config, "head", "ml")):
+        found = config.thresholds
+    found = {**((getattr(config, "head_thresholds", None) or {}).get(head) or {}), **found}
+    if not found:
+        raise ValueError(
+            f"the thresholds of this model are those of head={record.get('head')!r}, and none is stored for"
+            f" {head!r}: calibrate it with `avgk calibrate MODEL DATASET`."
+        )
+    if k_key(k) in found:
+        return float(found[k_key(k)])
+    known = sorted(map(float, found))
     if not known[0] < k < known[-1]:
         raise ValueError(
             f"no threshold is stored for k={k_key(k)}; this model is calibrated for k in"
@@ -508,13 +535,37 @@ def interpolated(thresholds: Mapping[str, float], k: float, kind: str = "softmax
             f" [{k_key(known[0])}, {k_key(known[-1])}], or calibrate again with"
             f" `avgk calibrate MODEL DATASET --k {k_key(k)}`."
         )
-    above = next(size for size in known if size > k)
-    below = known[known.index(above) - 1]
-    low, high = float(thresholds[k_key(above)]), float(thresholds[k_key(below)])
+    if record.get("head", head) == head:
+        found = {**_curve_thresholds(config, record, kind), **found}
+    return _interpolated({float(key): float(value) for key, value in found.items()}, k, kind)
+
+
+def _curve_thresholds(config: Any, record: Mapping[str, Any], kind: str) -> dict[str, float]:
+    """{K: lambda_val} of the trade-off curve that a calibration recorded."""
+    try:
+        found = {k_key(row[0]): row[1] for row in record.get("curve") or []}
+    except (TypeError, ValueError, IndexError, KeyError):
+        raise ValueError("config.calibration['curve'] is damaged: calibrate again with `avgk calibrate`.") from None
+    check_thresholds(found, config.num_labels, kind, "calibration['curve']")
+    return found
+
+
+def _interpolated(thresholds: dict[float, float], k: float, kind: str) -> float:
+    """lambda_val between the nearest recorded K; the formula is in `stored_threshold`."""
+    if k in thresholds:
+        return thresholds[k]
+    below, above = max(size for size in thresholds if size < k), min(size for size in thresholds if size > k)
+    high, low = thresholds[below], thresholds[above]
     t = math.log(k / below) / math.log(above / below)
-    if kind == "logit" or low <= 0:  # the logarithm of a probability that has become 0 would end all interpolation
+    if kind == "logit" or min(low, high) <= 0:  # the logarithm of 0 would end all interpolation
         return (1 - t) * high + t * low
     return math.exp((1 - t) * math.log(high) + t * math.log(low))
+
+
+def calibration_record(config: Any) -> Mapping[str, Any]:
+    """What a config says about its calibration; empty where it says nothing."""
+    record = getattr(config, "calibration", None)
+    return record if isinstance(record, Mapping) else {}
 
 
 def stored_head(config: Any, k: float | None = None) -> str:
@@ -527,13 +578,13 @@ def stored_head(config: Any, k: float | None = None) -> str:
     if head != "auto":
         return head
     stored_threshold(config, k)  # refuses where nothing was calibrated, so nothing chosen
-    return _nearest_head(config, _own_k(config) if k is None else k)
+    return _nearest_head(config, own_k(config) if k is None else k)
 
 
 def _nearest_head(config: Any, k: float) -> str:
     return config.heads[min(config.heads, key=lambda key: (abs(float(key) - k), float(key)))]
 
 
-def _own_k(config: Any) -> float:
+def own_k(config: Any) -> float:
     """The set size to use where none is asked for: the model's own, or the smallest that is calibrated."""
     return config.k if hasattr(config, "k") else min(float(key) for key in config.thresholds)

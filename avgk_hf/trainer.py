@@ -31,7 +31,7 @@ from transformers.trainer_utils import (
 from transformers.utils import logging
 
 from .configuration import AvgKConfig
-from .conformal import answer, enough_images, level_key, stored_coverage
+from .conformal import answer, enough_images, level_key, question_name, stored_coverage
 from .data import class_counts
 from .data.transforms import ImageTransform
 from .hub import push_folder
@@ -49,7 +49,7 @@ from .runs import (
     where_to_go_on,
 )
 from .set_statistics import SetStatistics
-from .sets import HEADS, all_scores, check_k, interpolated, k_key, ranked_sets
+from .sets import HEADS, all_scores, check_k, head_threshold, k_key, ranked_sets
 from .training_args import AvgKTrainingArguments
 
 logger = logging.get_logger(__name__)
@@ -328,9 +328,7 @@ class AvgKTrainer(Trainer):
             known = [float(key) for key in config.thresholds]
             ks = [k for k in self.ks if min(known) <= k <= max(known)]
             stored = config.head_thresholds or {config.head_for(): config.thresholds}
-            thresholds = {
-                head: {k: interpolated(stored[head], k, config.score) for k in ks} for head in heads if head in stored
-            }
+            thresholds = {head: {k: head_threshold(config, head, k) for k in ks} for head in heads if head in stored}
         # by coverage answers the head of the model's own K, which with "auto" is known after the calibration
         asked = self._questions(num_examples)
         needed = heads if self._calibrating and config.head == "auto" else (config.head_for(),)
@@ -369,7 +367,9 @@ class AvgKTrainer(Trainer):
         levels = [level for level in args.calibrate_coverage if level_key(level) in recorded]
         for level in levels:
             stored_coverage(config, level, **how)
-        return {"questions": {level_key(c): partial(answer, config=config, coverage=c, **how) for c in levels}}
+        return {
+            "questions": {question_name(c, **how): partial(answer, config=config, coverage=c, **how) for c in levels}
+        }
 
     def _get_dataloader(self, dataset: Dataset, *args: Any, is_training: bool = False, **kwargs: Any) -> DataLoader:
         """As in `Trainer`; evaluation sees every image once, where training fills up and may drop batches."""
@@ -436,7 +436,7 @@ class AvgKTrainer(Trainer):
             if len(results) > 1:
                 for head, result in results.items():
                     metrics[f"average_k_accuracy_{head}{suffix}"] = result[k]["average_k_accuracy"]
-        return {**metrics, **self.statistics().coverage_metrics(self.args.calibrate_per_class)}
+        return {**metrics, **self.statistics().coverage_metrics()}
 
     def _store_calibration(self, results: dict[str, dict[float, dict[str, float]]]) -> None:
         """Write the thresholds to the config, and for `head="auto"` the head that is best on these images."""
@@ -450,7 +450,7 @@ class AvgKTrainer(Trainer):
         statistics, args = self._statistics[chosen[config.k]], self.args
         config.set_calibration(
             {k: lambdas[head][k] for k, head in chosen.items()},
-            {**self._calibration_record(), "curve": statistics.curve()},
+            {**self._calibration_record(), "head": chosen[config.k], "curve": statistics.curve()},
             heads=chosen if config.head == "auto" else None,
             head_thresholds=lambdas if len(lambdas) > 1 else None,
             coverage=statistics.coverage(args.calibrate_coverage, args.calibrate_per_class, config.k),

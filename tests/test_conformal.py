@@ -13,16 +13,18 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from mapie.classification import SplitConformalClassifier
+from mapie.conformity_scores import RAPSConformityScore
 from scipy.stats import betabinom
 from transformers import pipeline
 
-from avgk_hf import AvgKConfig, AvgKForImageClassification, load_splits
-from avgk_hf.calibrate import evaluate, load_classifier, model_scores, transform_for
+from avgk_hf import AvgKConfig, AvgKForImageClassification, SetSizeMonitor, load_splits
+from avgk_hf.calibrate import evaluate, load_classifier, model_scores, transform_for, watch
 from avgk_hf.cli import main
 from avgk_hf.conformal import answer, check_request, coverage_record, enough_images, level_key
 from avgk_hf.model_card import render_card
 from avgk_hf.set_statistics import SetStatistics, curve_ks
-from avgk_hf.sets import average_k_threshold, interpolated, ranked_sets
+from avgk_hf.sets import average_k_threshold, ranked_mass, ranked_sets, stored_threshold
 from conftest import CLASSES, save_vit
 
 PENALTY, K_REG = 0.01, 2
@@ -96,10 +98,11 @@ def test_thresholds_per_class_are_those_of_the_definition(n, classes, seed, leve
     rare = torch.tensor([math.ceil((count + 1) * Fraction(str(level))) > count for count in counts])[labels[:n]]
     if math.ceil((rare.sum().item() + 1) * Fraction(str(level))) > rare.sum().item():
         rare[:] = True  # too few even together
+        assert record["per_class"][key]["pooled_from"] == "all"
     for j in range(classes):
         own = labels[:n] == j
         few = math.ceil((own.sum().item() + 1) * Fraction(str(level))) > own.sum().item()
-        assert (j in record["pooled"][key]) == few
+        assert (str(j) not in record["per_class"][key]["own"]) == few
         rows, truth = (scores[:n][rare], labels[:n][rare]) if few else (scores[:n][own], labels[:n][own])
         found = brute_force(rows.double().tolist(), truth.tolist(), scores[n:].double().tolist(), level, "lac")
         columns.append([row[j] for row in found])
@@ -132,12 +135,16 @@ def test_cumulative_probability_and_bounds(classes, seed, share, least, most):
 
 def test_at_most_keeps_the_best_of_a_set_with_holes():
     """Thresholds per class may leave out a class that scores higher than one they take."""
-    config = SimpleNamespace(num_labels=4, coverage={"lac": {"0.5": 0.3}, "per_class": {"0.5": [0.9, 0.1, 0.1, 0.1]}})
+    part = {"own": {"0": 0.9}, "pooled": 0.1, "pooled_from": "rare"}
+    record = {"lac": {"0.5": 0.3}, "class_counts": [9, 0, 0, 0], "per_class": {"0.5": part}}
+    config = SimpleNamespace(num_labels=4, coverage=record)
     scores = torch.tensor([[0.4, 0.3, 0.2, 0.1]])
     ask = {"coverage": 0.5, "per_class": True}
     assert ranked_sets(scores, answer(scores, config, **ask)) == [[1, 2, 3]]
     assert ranked_sets(scores, answer(scores, config, max_size=2, **ask)) == [[1, 2]]
-    assert ranked_sets(scores, answer(scores, config, min_size=1, max_size=2, **ask)) == [[0, 1]]
+    assert ranked_sets(scores, answer(scores, config, min_size=1, max_size=2, **ask)) == [[1, 2]]
+    assert ranked_sets(scores, answer(scores, config, min_size=3, **ask)) == [[1, 2, 3]]
+    assert ranked_sets(scores, answer(scores, config, min_size=4, **ask)) == [[0, 1, 2, 3]]
     assert ranked_sets(scores, answer(scores, config, max_size=0, **ask)) == [[]]
 
 
@@ -184,7 +191,9 @@ def test_coverage_per_class_follows_its_law_in_every_class():
     for _ in range(SPLITS):
         scores, labels = synthetic(90 + TEST, classes, generator, spread)
         config = calibrated(scores[:90], labels[:90], [LEVEL], per_class=True)
-        assert config.coverage["pooled"] == {"0.9": []}  # 9 images of 90 in every class, but for one split in 10^7
+        assert (
+            len(config.coverage["per_class"]["0.9"]["own"]) == classes
+        )  # 9 images of 90 in every class, but for one split in 10^7
         truth = labels[90:]
         for per_class in (True, False):
             hit = answer(scores[90:], config, coverage=LEVEL, per_class=per_class).gather(1, truth[:, None])[:, 0]
@@ -209,7 +218,8 @@ def test_rare_classes_are_covered_together():
         own = torch.cat([frequent[:60], *(rare[labels[rare] == j][:3] for j in range(2, 12))])
         new = torch.cat([rare[labels[rare] == j][3:13] for j in range(2, 12)])
         config = calibrated(scores[own], labels[own], [LEVEL], per_class=True)
-        assert config.coverage["pooled"] == {"0.9": list(range(2, 12))}
+        assert list(config.coverage["per_class"]["0.9"]["own"]) == ["0", "1"]
+        assert config.coverage["per_class"]["0.9"]["pooled_from"] == "rare"
         for per_class in (True, False):
             sets = answer(scores[new], config, coverage=LEVEL, per_class=per_class)
             hits[per_class].append(sets.gather(1, labels[new, None]).float().mean().item())
@@ -258,14 +268,13 @@ def images_of_two_packages():
 @pytest.mark.parametrize("level", [0.8, 0.9, 0.95])
 def test_sets_agree_with_mapie(images_of_two_packages, level):
     """LAC, and APS with the label that goes beyond q, which is also the set of cumulative probability q."""
-    mapie = pytest.importorskip("mapie.classification")
     scores, labels, config = images_of_two_packages
     wide = scores.double().numpy()
     wide /= wide.sum(1, keepdims=True)  # MAPIE insists on a sum of 1; the order of scores and sums stays
     numbers = np.arange(len(scores))[:, None].astype(float)
 
     def sets(name, **params):
-        predictor = mapie.SplitConformalClassifier(
+        predictor = SplitConformalClassifier(
             Known(wide), confidence_level=level, conformity_score=name, prefit=True, random_state=NoDraw(0)
         )
         predictor.conformalize(numbers[:400], labels[:400].numpy())
@@ -278,12 +287,43 @@ def test_sets_agree_with_mapie(images_of_two_packages, level):
     assert np.array_equal(theirs, answer(new, config, cumulative=config.coverage["aps"][level_key(level)]).numpy())
 
 
+@pytest.mark.parametrize("level", [0.8, 0.9, 0.95])
+def test_raps_agrees_with_mapie_but_for_its_last_class(level):
+    """MAPIE chooses k_reg and penalty on part of the images, and penalises the last class of a set as the one before.
+
+    So its quantile is ours, and its sets are ours and the next class where only that class' own penalty leaves it out.
+    """
+    scores, labels = synthetic(1000, 12, torch.Generator().manual_seed(0))
+    wide = scores.double().numpy()
+    wide /= wide.sum(1, keepdims=True)
+    numbers, raps = np.arange(len(scores))[:, None].astype(float), RAPSConformityScore(size_raps=0.2)
+    predictor = SplitConformalClassifier(
+        Known(wide), confidence_level=level, conformity_score=raps, prefit=True, random_state=NoDraw(0)
+    )
+    predictor.conformalize(numbers[:700], labels[:700].numpy())
+    theirs = predictor.predict_set(numbers[700:], conformity_score_params={"include_last_label": True})[1][:, :, 0]
+    own = np.setdiff1d(np.arange(700), raps.X_raps[:, 0].astype(int))
+    stats = SetStatistics([1], len(own), mass=True)
+    stats.update(torch.from_numpy(wide[own]), labels[own])
+    k_reg, penalty = int(raps.k_star[0]), float(raps.lambda_star)
+    record = coverage_record(
+        stats.column("true"), [level], stats.column("mass"), stats.column("rank"), k_reg=k_reg, penalty=penalty
+    )
+    assert record["raps"][level_key(level)] == pytest.approx(raps.quantiles_[0], abs=1e-7)
+    new, config = torch.from_numpy(wide[700:]), SimpleNamespace(num_labels=12, coverage=record)
+    ours = answer(new, config, coverage=level, method="raps").numpy()
+    order, mass = ranked_mass(new)
+    before = mass + penalty * (torch.arange(12) - k_reg).clamp(min=0)  # with the penalty of the class before
+    by_their_rule = torch.zeros_like(order, dtype=torch.bool).scatter_(1, order, before < raps.quantiles_[0])
+    assert np.array_equal(theirs, by_their_rule.numpy())
+    assert not (ours & ~theirs).any() and (theirs.sum(1) - ours.sum(1)).max() == 1
+
+
 @pytest.fixture(scope="module")
 def torchcp():
     """TorchCP's scores and predictors, without the packages that its losses and its graphs import (torchsort)."""
     spec = importlib.util.find_spec("torchcp")
-    if spec is None:
-        pytest.skip("TorchCP is not installed: `uv pip install --no-deps torchcp`")
+    assert spec is not None, "TorchCP is not installed: `make test` does it, or `uv pip install --no-deps torchcp`"
     kept = {name: module for name, module in sys.modules.items() if name.split(".")[0] == "torchcp"}
     for name in ("torchcp", "torchcp.classification"):
         module = types.ModuleType(name)
@@ -328,7 +368,7 @@ def test_sets_per_class_agree_with_torchcp(torchcp):
     predictor.calculate_threshold(scores[seen].double(), labels[seen])
     theirs = predictor.predict_with_logits(scores[400:].double()).bool()
     ours = answer(scores[400:], config, coverage=0.9, per_class=True)
-    assert config.coverage["pooled"] == {"0.9": [5]}
+    assert list(config.coverage["per_class"]["0.9"]["own"]) == list("01234")
     assert torch.equal(ours[:, :5], theirs[:, :5]) and theirs[:, 5].all()
     assert torch.equal(ours[:, 5], answer(scores[400:], config, coverage=0.9)[:, 5])
 
@@ -344,7 +384,7 @@ def test_interpolated_thresholds_give_about_k_classes(kind, recorded):
     thresholds = {str(k): average_k_threshold(scores, k) for k in recorded}
     config = SimpleNamespace(num_labels=60, thresholds=thresholds, score=kind)
     grid = np.linspace(recorded[0], recorded[-1], 25)
-    lambdas = [interpolated(thresholds, k, kind) for k in grid.tolist()]
+    lambdas = [stored_threshold(config, k) for k in grid.tolist()]
     assert lambdas == sorted(lambdas, reverse=True)
     for k in grid.tolist():
         assert answer(scores, config, k=k).sum().item() / 1500 == pytest.approx(k, rel=0.06)
@@ -356,6 +396,15 @@ def test_interpolated_thresholds_give_about_k_classes(kind, recorded):
                 answer(scores, config, k=k)
 
 
+def between(lambdas, k):
+    """The formula for one head's thresholds {K as text: lambda_val}."""
+    known = sorted(map(float, lambdas))
+    above = next(size for size in known if size > k)
+    below = known[known.index(above) - 1]
+    t = math.log(k / below) / math.log(above / below)
+    return lambdas[f"{below:g}"] ** (1 - t) * lambdas[f"{above:g}"] ** t
+
+
 def test_heads_are_not_mixed_between_k():
     """With `head="auto"`: the head of the nearest K, and thresholds of that head alone."""
     lambdas = {"ml": {"1": 0.8, "2": 0.4, "4": 0.2}, "sccp": {"1": 0.9, "2": 0.6, "4": 0.4}}
@@ -363,12 +412,62 @@ def test_heads_are_not_mixed_between_k():
     own = {key: lambdas[head][key] for key, head in chosen.items()}
     config = AvgKConfig(num_labels=6, k=2, head="auto", thresholds=own, heads=chosen, head_thresholds=lambdas)
     assert (config.head_for(2.5), config.head_for(3), config.head_for(3.5)) == ("ml", "ml", "sccp")
-    assert config.threshold(2.5) == interpolated(lambdas["ml"], 2.5) < 0.4
-    assert config.threshold(3.5) == interpolated(lambdas["sccp"], 3.5) > 0.4
+    assert config.threshold(2.5) == pytest.approx(between(lambdas["ml"], 2.5))
+    assert config.threshold(3.5) == pytest.approx(between(lambdas["sccp"], 3.5))
+    # the curve is that of one head
+    config.calibration = {"head": "ml", "curve": [[2, 0.4, 2, 1, 1], [2.5, 0.39, 2.5, 1, 1], [4, 0.2, 4, 1, 1]]}
+    assert config.threshold(2.5) == 0.39 and config.threshold(3) == pytest.approx(between({"2.5": 0.39, "4": 0.2}, 3))
+    assert config.threshold(3.5) == pytest.approx(between(lambdas["sccp"], 3.5))
     config.head_thresholds = {}
     with pytest.raises(ValueError, match=r"no threshold is stored for k=3.5"):
         config.threshold(3.5)
-    assert config.threshold(1.5) == interpolated(lambdas["ml"], 1.5)
+    assert config.threshold(1.5) == pytest.approx(between(lambdas["ml"], 1.5))
+
+
+def test_another_head_does_not_get_the_thresholds_of_the_first():
+    config = AvgKConfig(num_labels=6, k=2)
+    coverage = {"num_examples": 30, "lac": {"0.9": 0.1}}
+    lambdas = {"ml": {1: 0.8, 2: 0.4}, "sccp": {1: 0.9, 2: 0.6}}
+    config.set_calibration(lambdas["ml"], {"head": "ml"}, head_thresholds=lambdas, coverage=coverage)
+    assert (config.threshold(), check_request(config, coverage=0.9)) == (0.4, ("scores", 0.1))
+    config.head = "sccp"
+    assert config.threshold() == 0.6
+    with pytest.raises(ValueError, match="coverage was calibrated for head='ml', and now 'sccp' answers: calibrate"):
+        check_request(config, coverage=0.9)
+    config.head_thresholds = {}
+    with pytest.raises(ValueError, match="are those of head='ml', and none is stored for 'sccp': calibrate"):
+        config.threshold()
+
+
+def two_kinds(n, generator):
+    """Clear images and ambiguous ones: lambda_val as a function of K has a bend that two points do not show."""
+    logits = torch.randn(n, 100, generator=generator)
+    clear = torch.arange(n) < 0.7 * n
+    logits[clear, 0] += 12
+    logits[~clear, :20] += 3
+    return logits.softmax(1), torch.zeros(n, dtype=torch.long)
+
+
+def test_the_points_of_the_curve_serve_between_the_recorded_sizes():
+    scores, labels = two_kinds(2000, torch.Generator().manual_seed(0))
+    stats = SetStatistics([1, 20], len(scores))
+    stats.update(scores, labels)
+    thresholds = {f"{k:g}": result["lambda_val"] for k, result in stats.compute().items()}
+    config = SimpleNamespace(num_labels=100, thresholds=thresholds, calibration={"curve": stats.curve()})
+    plain = SimpleNamespace(num_labels=100, thresholds=thresholds)
+    for k in (3, 5, 7.3, 13):
+        assert answer(scores, config, k=k).sum().item() / 2000 == pytest.approx(k, rel=0.04)
+    assert answer(scores, plain, k=5).sum().item() / 2000 > 1.2 * 5
+    # other images of the same kind are no drift, at a K that was not calibrated by itself
+    more, _ = two_kinds(4000, torch.Generator().manual_seed(1))
+    monitor = SetSizeMonitor.from_config(config, 5, num_calibrated=2000)
+    watch(monitor, answer(more, config, k=5).sum(1).numpy())
+    assert not monitor.drifted
+    for curve in ([[1]], [[2, "x"]], [3], [[2, -1.0]]):
+        config.calibration = {"curve": curve}
+        with pytest.raises(ValueError, match=r"calibration\['curve'\]"):
+            stored_threshold(config, 5)
+        assert stored_threshold(config, 20) == thresholds["20"]
 
 
 # ----------------------------------------------------------------------------------------------------- refusals
@@ -411,6 +510,12 @@ def test_questions_that_cannot_be_answered(question, message):
     assert "\n" not in str(error.value)
 
 
+def per_class(**part):
+    """A record of six classes that is in order, but for the parts that are given."""
+    part = {"own": {"0": 0.1}, "pooled": 0.2, "pooled_from": "rare", **part}
+    return {"class_counts": [9] + [1] * 5, "per_class": {"0.9": part}}
+
+
 def test_scores_that_do_not_sum_to_one():
     for kind in ("sigmoid", "logit"):
         config = SimpleNamespace(**{**vars(ASKED), "score": kind})
@@ -435,14 +540,21 @@ def test_scores_that_do_not_sum_to_one():
         ({"lac": {"90": 0.1}}, r"\['lac'\] has the key '90', which is no coverage level"),
         ({"lac": {"high": 0.1}}, "key 'high'"),
         ({"aps": {"0.9": math.inf}}, r"\['aps'\]\['0.9'\]=inf"),
-        ({"raps": {"0.9": 1.0}}, "'raps' without its 'k_reg' and 'penalty'"),
+        ({"raps": {"0.9": 1.0}}, "'raps' without k_reg and penalty"),
         ({"raps": {"0.9": 1.0}, "k_reg": 1.5, "penalty": 0.1}, r"\['k_reg'\]=1.5"),
         ({"raps": {"0.9": 1.0}, "k_reg": 1, "penalty": -0.1}, r"\['penalty'\]=-0.1"),
-        ({"per_class": {"0.9": [0.1] * 5}}, r"\['per_class'\]\['0.9'\]=.* must hold 6 thresholds"),
-        ({"per_class": {"0.9": [0.1] * 5 + ["x"]}}, r"\['per_class'\]\['0.9'\]\[5\]='x' is not a finite"),
+        (
+            {"per_class": {"0.9": [0.1] * 6}},
+            r"\['per_class'\]\['0.9'\]=.* must hold 'own', 'pooled' and 'pooled_from'",
+        ),
+        (per_class(own=[0.1]), r"\['own'\]=\[0.1\] must map class ids"),
+        (per_class(own={"6": 0.1}), r"\['own'\]=\{'6': 0.1\} has a key that is no class"),
+        (per_class(own={"5": "x"}), r"\['per_class'\]\['0.9'\]\['own'\]\['5'\]='x' is not a finite"),
+        (per_class(pooled=1.5), r"\['pooled'\]=1.5 is no probability"),
+        (per_class(pooled_from="some"), r"\['pooled_from'\]='some' must be 'rare' or 'all'"),
+        ({"per_class": per_class()["per_class"]}, "'per_class' without class_counts"),
         ({"class_counts": [1] * 5}, r"\['class_counts'\]"),
         ({"class_counts": [-1] * 6}, r"\['class_counts'\]"),
-        ({"pooled": {"0.9": [6]}}, r"\['pooled'\]\['0.9'\]=\[6\] must hold class ids"),
         ({"knn": {"0.9": 0.1}}, "unknown key 'knn'"),
         ({"num_examples": True}, r"\['num_examples'\]=True"),
     ],
@@ -505,7 +617,8 @@ def test_the_record_of_the_command(folder, scored, splits):
     labels = torch.tensor(splits["validation"]["label"])
     config = json.loads((folder / "config.json").read_text())
     assert config["coverage"]["class_counts"] == [5] * 6
-    assert config["coverage"]["pooled"] == {"0.7": [], "0.9": list(range(6))}
+    parts = config["coverage"]["per_class"]
+    assert [len(part["own"]) for part in parts.values()] == [6, 0] and parts["0.9"]["pooled_from"] == "rare"
     k_reg = config["coverage"]["k_reg"]
     stats = SetStatistics([1], 30, mass=True)
     stats.update(scores["validation"], labels)
@@ -518,7 +631,7 @@ def test_the_record_of_the_command(folder, scored, splits):
         sets = scores["validation"] >= lambda_val
         assert size == pytest.approx(sets.float().sum(1).mean().item(), abs=0.05) and size == pytest.approx(k, abs=0.2)
         assert coverage == pytest.approx(sets.gather(1, labels[:, None]).float().mean().item(), abs=0.04)
-        assert topk == stats.compute()[1]["topk_accuracy"] or k >= 2
+        assert topk == pytest.approx(np.mean(stats.column("rank") < int(k)), abs=0.04)
         if f"{k:g}" in config["thresholds"]:
             assert lambda_val == config["thresholds"][f"{k:g}"]
 
@@ -562,13 +675,19 @@ def test_evaluate_reports_the_coverage_that_is_reached(folder, scored, splits, i
     metrics = json.loads(capsys.readouterr().out)
     sets = answer(scores["test"], model.config, coverage=0.7, **how)
     hit = sets.gather(1, labels[:, None])[:, 0]
-    assert metrics["coverage_0.7"] == pytest.approx(hit.float().mean().item(), abs=0.04)
-    assert metrics["coverage_0.7_size"] == pytest.approx(sets.sum(1).float().mean().item(), abs=0.1)
+    name = "coverage_" + {"aps": "aps_", "": "per_class_" * ("per_class" in how)}[how.get("method", "")] + "0.7"
+    assert metrics[name] == pytest.approx(hit.float().mean().item(), abs=0.04)
+    assert metrics[f"{name}_size"] == pytest.approx(sets.sum(1).float().mean().item(), abs=0.1)
     by_class = [hit[labels == j].float().mean().item() for j in range(6)]
     if "per_class" in how:
-        assert metrics["coverage_0.7_worst_class"] == pytest.approx(min(by_class), abs=0.21)
-        assert metrics["coverage_0.7_mean_class"] == pytest.approx(np.mean(by_class), abs=0.04)
-    assert ("coverage_0.7_worst_class" in metrics) == ("per_class" in how) and "coverage_0.9" not in metrics
+        assert metrics[f"{name}_worst_class"] == pytest.approx(min(by_class), abs=0.21)
+        assert metrics[f"{name}_mean_class"] == pytest.approx(np.mean(by_class), abs=0.04)
+    assert sorted(found for found in metrics if found.startswith("coverage")) == sorted(
+        [name, f"{name}_size"] + [f"{name}_{part}_class" for part in ("worst", "mean") if "per_class" in how]
+    )
+    card = render_card("trees", model.config, {"test": metrics}, {}, calibrated_only=True).content
+    words = how.get("method", "per class" if how else "lac")
+    assert f"{100 * metrics[name]:.2f}% ({words}) | {metrics[f'{name}_size']:.2f} |" in card
 
 
 def test_commands_refuse_in_one_line(folder, image_folder, capsys):
@@ -598,7 +717,7 @@ def test_training_records_what_the_images_allow(make_trainer):
     assert again["test_coverage_0.95_size"] >= again["test_coverage_0.9_size"]
     metrics = {name.removeprefix("test_"): value for name, value in again.items()}
     card = render_card("someone/trees", config, {"test": metrics}, {}).content
-    reached = f"{100 * metrics['coverage_0.9']:.2f}% | {metrics['coverage_0.9_size']:.2f} |"
+    reached = f"{100 * metrics['coverage_0.9']:.2f}% (lac) | {metrics['coverage_0.9_size']:.2f} |"
     assert f"\n| 0.9 | lac, aps, raps | {reached}\n| 0.95 | lac, aps, raps |" in card
     for k, lambda_val, size, coverage, topk in config.calibration["curve"]:
         row = f"| {k:g} | {size:.2f} | {100 * coverage:.2f}% | {100 * topk:.2f}% | {lambda_val:.6f} |"
@@ -618,14 +737,52 @@ def test_levels_in_a_recipe(recipe):
     assert args.calibrate_coverage == [] and args.calibrate_per_class
 
 
-def test_auto_head_records_the_coverage_of_its_own_k(make_model, splits):
+def test_auto_head_records_the_coverage_of_its_own_k(make_model, splits, tmp_path):
     model = make_model(head="auto")
+    evaluate(model, splits["validation"], [1, 3], calibrate=True, coverage=[0.9])
+    assert model.config.head_for() == "ml"
+    ml = model.config.coverage
+    with torch.no_grad():  # the other head is the better one now
+        for own, other in zip(model.ml_head.parameters(), model.sccp_head.parameters(), strict=True):
+            own.copy_(other), other.copy_(torch.randn_like(other))
+    model.ml_head, model.sccp_head = model.sccp_head, model.ml_head
     evaluate(model, splits["validation"], [1, 3], calibrate=True, coverage=[0.9])
     head = model.config.head_for()
     fixed = make_model(head=head)
+    fixed.load_state_dict(model.state_dict())
     evaluate(fixed, splits["validation"], [1, 3], calibrate=True, coverage=[0.9])
-    assert model.config.coverage == fixed.config.coverage != {}
+    assert head != "ml" and model.config.calibration["head"] == head
+    assert model.config.coverage == fixed.config.coverage != ml
+    assert model.config.calibration["curve"] == fixed.config.calibration["curve"]
     assert evaluate(model, splits["test"])["coverage_0.9"] == evaluate(fixed, splits["test"])["coverage_0.9"]
+    assert f"with the head\n`{head}`, which answers for K = 2" in render_card("trees", model.config, {}, {}).content
+
+
+@pytest.mark.parametrize("kind", ["sigmoid", "logit"])
+def test_other_scores_the_whole_way(make_model, splits, image_folder, tmp_path, kind):
+    """From the calibration to the pipeline, by size and by coverage; what sums probabilities is not recorded."""
+    model = make_model(score=kind)
+    evaluate(model, splits["validation"], [1, 3], calibrate=True, coverage=[0.9], per_class=True)
+    assert set(model.config.coverage) == {"num_examples", "lac", "class_counts", "per_class"}
+    model.save_pretrained(tmp_path)
+    classify = pipeline("average-k-image-classification", model=str(tmp_path))
+    path = image_folder / "test" / "oak" / "0.png"
+    scores = model_scores(model, transform_for(model).image(path)[None])
+    for question in ({"coverage": 0.9}, {"k": 2.4}, {"coverage": 0.9, "per_class": True}):
+        expected = ranked_sets(scores, answer(scores, model.config, min_size=1, **question))[0]
+        assert [item["label"] for item in classify(str(path), **question)] == [
+            model.config.id2label[j] for j in expected
+        ]
+    metrics = evaluate(model, splits["test"], [2.4], coverage=[0.9])
+    assert 0 < metrics["coverage_0.9"] <= 1 and metrics["mean_set_size@2.4"] > 0
+
+
+def test_a_pipeline_keeps_its_method_for_another_level(folder, image_folder):
+    images = [str(path) for path in sorted((image_folder / "test").glob("*/*.png"))]
+    ask = pipeline("average-k-image-classification", model=str(folder), coverage=0.9, method="aps")
+    plain = pipeline("average-k-image-classification", model=str(folder))
+    assert ask(images, coverage=0.7) == plain(images, coverage=0.7, method="aps") != plain(images, coverage=0.7)
+    assert ask(images, k=2) == plain(images, k=2)
 
 
 def test_evaluation_at_a_k_in_between(make_model, splits, image_folder):

@@ -175,6 +175,7 @@ def test_before_the_first_image():
         ([[1, 2], 3], "expected whole numbers"),
         (torch.ones(2, 9, dtype=torch.bool), "expected whole numbers"),
         (torch.ones(2, 10), "expected whole numbers"),
+        ([[True, False], [True, True]], "expected whole numbers"),
     ],
 )
 def test_bad_sizes_are_refused_and_nothing_is_counted(sizes, message):
@@ -314,6 +315,37 @@ def test_evaluate_on_unlabelled_images(saved, tmp_path, capsys, caplog, kind):
         list(next(iter(images.values()))["image"]), min_size=0
     )
     assert metrics["mean_set_size"] == pytest.approx(np.mean([len(found) for found in sets]), abs=0.02)
+
+
+def test_sizes_of_several_k_without_labels(saved, tmp_path, capsys):
+    folder = str(write_flat(tmp_path / "field", number=20))
+    assert main(["evaluate", str(saved), folder, "--k", "1.5", "1", "2", "--json"]) == 0
+    metrics = json.loads(capsys.readouterr().out)
+    assert metrics["monitored_k"] == 1.5
+    sizes = [metrics[name] for name in ("mean_set_size@1", "mean_set_size", "mean_set_size@2")]
+    assert sizes == sorted(sizes) and sizes[0] < sizes[2]
+    for options in (["--coverage", "0.9"], ["--method", "raps"], ["--per-class"]):
+        assert main(["evaluate", str(saved), folder, *options]) == 2
+        assert "no labels, so no coverage can be measured" in capsys.readouterr().err
+
+
+def test_a_monitor_of_another_k_than_those_evaluated(saved, splits):
+    model = load_classifier(str(saved))
+    monitor = SetSizeMonitor.from_config(model.config, 1.5)
+    metrics = evaluate(model, splits["test"], [1], monitor=monitor)
+    assert metrics["monitored_k"] == 1.5 and monitor.mean == pytest.approx(metrics["mean_set_size@1.5"])
+    with pytest.raises(ValueError, match="a monitor compares other images"):
+        evaluate(model, splits["validation"], [1], calibrate=True, monitor=monitor)
+
+
+def test_the_warning_stays_what_it_was():
+    """Sizes that come back to K later do not change what was said when they were away from it."""
+    monitor = SetSizeMonitor(5, 100)
+    monitor.update([9] * 60)
+    said = monitor.message()
+    assert monitor.drifted and "the mean is 9.00" in said
+    monitor.update([5] * 2000)
+    assert monitor.message() == said
 
 
 def test_unlabelled_drift_is_said(saved, tmp_path, capsys, caplog):
