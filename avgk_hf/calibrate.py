@@ -76,7 +76,17 @@ def transform_for(model: PreTrainedModel) -> ImageTransform | ProcessorTransform
     """How images become this model's input."""
     if isinstance(model, AvgKForImageClassification):
         return ImageTransform(model.config)
-    return ProcessorTransform(AutoImageProcessor.from_pretrained(model.name_or_path))
+    return ProcessorTransform(image_processor(model))
+
+
+def image_processor(model: PreTrainedModel) -> Any:
+    """The image processor that was saved with a classifier of another class."""
+    if not model.name_or_path:
+        raise ValueError(
+            "this model was not loaded from anywhere, so its preprocessing is not known: save it with its image"
+            " processor and load it with `load_classifier(folder)`."
+        )
+    return AutoImageProcessor.from_pretrained(model.name_or_path)
 
 
 def model_scores(model: PreTrainedModel, pixel_values: Tensor, k: float | None = None) -> Tensor:
@@ -324,7 +334,7 @@ def save_classifier(model: PreTrainedModel, folder: str | Path, metrics: dict[st
     folder = Path(folder)
     with replacing(folder) as new:
         if not isinstance(model, AvgKForImageClassification):
-            AutoImageProcessor.from_pretrained(model.name_or_path).save_pretrained(new)
+            image_processor(model).save_pretrained(new)
         model.save_pretrained(new)
     dataset = (model.config.calibration or {}).get("dataset")
     card = render_card(folder.name, model.config, {"validation": metrics}, {}, dataset, calibrated_only=True)

@@ -83,13 +83,8 @@ def build_parser() -> argparse.ArgumentParser:
     export.add_argument("--out", metavar="DIR", help="folder to write to (MODEL/onnx)")
     export.add_argument("--k", type=float, help="set size whose head is exported, for head=auto (the model's own)")
     export.add_argument("--opset", type=int, help="version of the ONNX operators (what torch prefers)")
-    export.add_argument(
-        "--int8",
-        nargs="?",
-        const="",
-        metavar="DATASET",
-        help="also write an 8-bit graph; with a labelled dataset measure both",
-    )
+    export.add_argument("--int8", action="store_true", help="also write an 8-bit graph")
+    export.add_argument("--dataset", help="labelled images to measure the graphs on, as for `avgk evaluate`")
     export.add_argument("--split", default="test", help="split of the dataset (%(default)s)")
     export.add_argument("--plot", metavar="FILE", help="picture of the graphs' sizes and accuracies")
     export.add_argument("--json", action="store_true", help="print the report as JSON")
@@ -268,11 +263,11 @@ def run_export(args: argparse.Namespace) -> None:
         raise ValueError("name a folder for the exported model with --out.")
     out = args.out or str(Path(args.model) / "onnx")
     model = load_classifier(args.model)
-    splits = load_splits(args.int8) if args.int8 else {}
+    splits = load_splits(args.dataset) if args.dataset else {}
     if splits and args.split not in splits:
-        raise ValueError(f"the dataset {args.int8!r} has no split {args.split!r}, only {list(splits)}: --split.")
+        raise ValueError(f"the dataset {args.dataset!r} has no split {args.split!r}, only {list(splits)}: --split.")
     dataset = splits[args.split] if splits else None
-    report = export_onnx(model, out, args.k, args.opset, args.int8 is not None, dataset)
+    report = export_onnx(model, out, args.k, args.opset, args.int8, dataset)
     if args.plot:
         from .plots import export_bars
 

@@ -25,15 +25,17 @@ from datasets import Dataset
 from huggingface_hub.utils import tqdm
 from PIL import Image
 from torch import Tensor, nn
-from transformers import AutoImageProcessor, PreTrainedModel, default_data_collator
+from transformers import PreTrainedModel, default_data_collator
 
-from .calibrate import transform_for
+from .calibrate import image_processor, model_scores, transform_for
 from .data import align_labels, prepare
-from .modeling import AvgKForImageClassification, replacing
+from .modeling import AvgKForImageClassification, processor_config, replacing
 from .pipeline import config_score
+from .runs import check_output_dir
 from .set_statistics import SetStatistics
 from .sets import SCORES, k_key, own_k, stored_head, stored_threshold
 
+logger = logging.getLogger(__name__)
 MODEL, INT8, REPORT, PROCESSOR = "model.onnx", "model.int8.onnx", "export.json", "preprocessor_config.json"
 NAMES = {"input_names": ["pixel_values", "lambda_val"], "output_names": ["scores", "set"]}
 
@@ -136,16 +138,18 @@ def export_onnx(
     k = own_k(config) if k is None else k
     head = stored_head(config, k)
     heads = {key: stored_head(config, float(key)) for key in config.thresholds}
-    thresholds = {key: config.thresholds[key] for key in sorted(heads, key=float) if heads[key] == head}
+    thresholds = {key: config.thresholds[key] for key in heads if heads[key] == head}
+    thresholds[k_key(k)] = stored_threshold(config, k)  # also of a K in between
+    thresholds = {key: thresholds[key] for key in sorted(thresholds, key=float)}
     transform = transform_for(model)
     shape = transform.image(Image.new(transform.mode, (64, 64))).shape  # (C, H, W)
-    _check_writable(Path(out))
+    check_output_dir(out, "--out")
     program = _to_onnx(module, tuple(shape), stored_threshold(config, k), opset)
     report = {
         "inputs": {"pixel_values": ["batch", *shape], "lambda_val": []},
         "outputs": {"scores": ["batch", config.num_labels], "set": ["batch", config.num_labels]},
         "opset": program.model.opset_imports[""],
-        "k": k,
+        "k": json.loads(k_key(k)),  # as the keys of the thresholds have it
         "score": config_score(config),
         "head": head,
         "thresholds": thresholds,
@@ -162,7 +166,7 @@ def export_onnx(
     with tempfile.TemporaryDirectory() as work:  # a graph that is refused, or a stop, leaves the folder as it was
         folder = Path(work)
         program.save(folder / MODEL)
-        report["largest_difference"] = _difference(module, folder / MODEL, tuple(shape), stored_threshold(config, k))
+        report["largest_difference"] = _difference(model, module, folder / MODEL, tuple(shape), k)
         if int8:
             _quantise(folder / MODEL, folder / INT8)
         report["bytes"] = {name: (folder / name).stat().st_size for name in files}
@@ -171,6 +175,9 @@ def export_onnx(
             report["measured"] = {
                 name: measure_onnx(folder / name, dataset, model, thresholds, batch_size) for name in files
             }
+            if int8:
+                plain, small = report["measured"].values()
+                report["int8_difference"] = {name: small[name] - plain[name] for name in plain}
         (folder / PROCESSOR).write_text(json.dumps(processor, indent=2) + "\n", encoding="utf-8")
         (folder / REPORT).write_text(json.dumps(report, indent=2) + "\n", encoding="utf-8")
         with replacing(out) as new:
@@ -179,16 +186,6 @@ def export_onnx(
     if not int8:
         Path(out, INT8).unlink(missing_ok=True)  # of another model
     return report
-
-
-def _check_writable(out: Path) -> None:
-    """Refuse a folder that cannot be written, before the work is done."""
-    try:
-        out.mkdir(parents=True, exist_ok=True)
-        with tempfile.TemporaryFile(dir=out):
-            pass
-    except OSError as error:
-        raise OSError(f"{out} cannot be written ({error.strerror}): name another folder with --out.") from error
 
 
 def _to_onnx(module: SetClassifier, shape: tuple[int, ...], lambda_val: float, opset: int | None) -> Any:
@@ -240,15 +237,21 @@ def _run(session: Any, pixel_values: Tensor, lambda_val: float) -> tuple[np.ndar
     return session.run(None, {"pixel_values": pixel_values.numpy(), "lambda_val": np.array(lambda_val, np.float32)})
 
 
-def _difference(module: SetClassifier, path: Path, shape: tuple[int, ...], lambda_val: float) -> float:
-    """The largest difference of a score between torch and the graph; a graph that differs is refused."""
+def _difference(model: PreTrainedModel, module: SetClassifier, path: Path, shape: tuple[int, ...], k: float) -> float:
+    """The largest difference of a score between the model and the graph; a graph that is not the module is refused."""
     pixels = torch.randn(3, *shape, generator=torch.Generator().manual_seed(0))
+    lambda_val = stored_threshold(model.config, k)
     expected, found = module(pixels, torch.tensor(lambda_val))[0].numpy(), _run(_session(path), pixels, lambda_val)[0]
-    difference = float(np.abs(expected - found).max())
     if not np.allclose(expected, found, rtol=1e-3, atol=1e-4):
         raise ValueError(
-            f"the exported graph gives other scores than torch, by up to {difference:.2g}: this model cannot be used"
-            " as ONNX with the installed versions of torch and onnxruntime."
+            f"the exported graph gives other scores than torch, by up to {np.abs(expected - found).max():.2g}: this"
+            " model cannot be used as ONNX with the installed versions of torch and onnxruntime."
+        )
+    difference = float(np.abs(model_scores(model, pixels, k).cpu().numpy() - found).max())
+    if model.dtype != torch.float32:
+        logger.warning(
+            f"the model computes in {str(model.dtype).removeprefix('torch.')} and the graph in float32, where scores"
+            f" differ by up to {difference:.2g}, so its thresholds are not exact: calibrate and export in float32."
         )
     return difference
 
@@ -271,7 +274,7 @@ def _quantise(source: Path, target: Path) -> None:
 def measure_onnx(
     path: str | Path, dataset: Dataset, model: PreTrainedModel, thresholds: dict[str, float], batch_size: int = 64
 ) -> dict[str, float]:
-    """Average-K accuracy and mean set size of an exported graph, as `avgk evaluate` measures them.
+    """Average-K accuracy and mean set size of an exported graph, as `avgk evaluate` measures them: sets may be empty.
 
     Args:
         path: The graph.
@@ -297,10 +300,9 @@ def measure_onnx(
 
 def _processor(model: PreTrainedModel) -> dict[str, Any]:
     """What the image processor does, as preprocessor_config.json holds it."""
-    config = model.config
     if isinstance(model, AvgKForImageClassification):
-        return {name: getattr(config, name) for name in ("image_processor_type", "architecture", "pretrained_cfg")}
-    return json.loads(AutoImageProcessor.from_pretrained(model.name_or_path).to_json_string())
+        return processor_config(model.config)
+    return json.loads(image_processor(model).to_json_string())
 
 
 def describe(report: dict[str, Any], out: str | Path) -> str:
@@ -319,4 +321,13 @@ def describe(report: dict[str, Any], out: str | Path) -> str:
             accuracy, mean = found[f"average_k_accuracy@{key}"], found[f"mean_set_size@{key}"]
             line += f"\n  average-{key} accuracy {100 * accuracy:.2f}, mean set size {mean:.3f}"
         lines.append(line)
+    if INT8 in report["bytes"]:
+        small, plain = report["bytes"][INT8], report["bytes"][MODEL]
+        lines.append(f"8 bit against float: {100 * small / plain:.0f}% of the size")
+        for key in report["thresholds"] if "int8_difference" in report else ():
+            found = report["int8_difference"]
+            accuracy, mean = found[f"average_k_accuracy@{key}"], found[f"mean_set_size@{key}"]
+            lines[-1] += f"; average-{key} accuracy {100 * accuracy:+.2f}, mean set size {mean:+.3f}"
+        if "measured" not in report:
+            lines[-1] += "; what it does to accuracy was not measured: --dataset DATASET"
     return "\n".join(lines)

@@ -234,9 +234,9 @@ class AvgKForImageClassification(PreTrainedModel):
             folder.mkdir(parents=True, exist_ok=True)
             for name in CODE:
                 shutil.copyfile(Path(__file__).with_name(name), folder / name)
-            processor = {name: getattr(self.config, name) for name in ("image_processor_type", "architecture")}
-            processor["pretrained_cfg"] = self.config.pretrained_cfg
-            (folder / "preprocessor_config.json").write_text(json.dumps(processor, indent=2) + "\n")
+            (folder / "preprocessor_config.json").write_text(
+                json.dumps(processor_config(self.config), indent=2) + "\n"
+            )
         super().save_pretrained(folder, is_main_process=is_main_process, **kwargs)
 
     def freeze_backbone(self) -> "AvgKForImageClassification":
@@ -393,6 +393,11 @@ class AvgKForImageClassification(PreTrainedModel):
     def _needed_heads(self) -> set[str]:
         config = self.config
         return {config.head_for(float(key)) for key in config.thresholds} if config.head == "auto" else {config.head}
+
+
+def processor_config(config: AvgKConfig) -> dict[str, Any]:
+    """What preprocessor_config.json holds, from which the image processor is made."""
+    return {name: getattr(config, name) for name in ("image_processor_type", "architecture", "pretrained_cfg")}
 
 
 def create_backbone(name: str, **kwargs: Any) -> nn.Module:

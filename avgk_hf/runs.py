@@ -75,7 +75,7 @@ def where_to_go_on(run: str | Path, command: str = "`--resume_from_checkpoint la
     return f"The last checkpoint is {last}; go on with {command}." if last else f"There is no checkpoint in {run} yet."
 
 
-def check_output_dir(folder: str | Path) -> None:
+def check_output_dir(folder: str | Path, option: str = "output_dir") -> None:
     """Create the folder and refuse one that cannot be written to, before anything else is done."""
     try:
         Path(folder).mkdir(parents=True, exist_ok=True)
@@ -83,7 +83,7 @@ def check_output_dir(folder: str | Path) -> None:
             file.write(b"1")
     except OSError as error:
         raise OSError(
-            f"output_dir={str(folder)!r} cannot be written to ({error.strerror}); choose another `output_dir:`."
+            f"{option}={str(folder)!r} cannot be written to ({error.strerror}); choose another `{option}`."
         ) from error
 
 

@@ -1,7 +1,9 @@
 """ONNX graphs give the sets that PyTorch gives, and need nothing of this package."""
 
+import ast
 import json
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -13,7 +15,7 @@ import pytest
 import torch
 from PIL import Image
 
-from avgk_hf import AvgKForImageClassification
+from avgk_hf import AvgKForImageClassification, load_splits
 from avgk_hf.calibrate import calibrate, load_classifier, model_scores, transform_for
 from avgk_hf.cli import main
 from avgk_hf.data.glyphs import CHARACTERS, class_name, draw
@@ -28,30 +30,42 @@ PIXELS = 500
 
 
 def classifier(name):
-    """A model with scores that are spread out, and 500 images for it."""
+    """A model with scores that are spread out, and 500 drawn images for it; the glyphs model is trained a little."""
     torch.manual_seed(0)
+    rng = np.random.default_rng(0)
     if name == "glyphs":
         names = [class_name(character) for character in CHARACTERS]
         model = build_model(parse_recipe([str(ROOT / "recipes/glyphs/avgk.yaml")])[0], names)
-        rng, transform = np.random.default_rng(0), transform_for(model)
-        images = [draw(CHARACTERS[i % len(CHARACTERS)], rng) for i in range(PIXELS)]
-        pixels = torch.stack([transform.image(image) for image in images])
     else:
         model = AvgKForImageClassification.from_timm(name, num_labels=20, k=2, image_size=32)
-        pixels = torch.randn(PIXELS, 3, 32, 32)
-    for module in model.modules():  # an untrained BatchNorm would leave all images nearly alike
-        if isinstance(module, torch.nn.BatchNorm2d):
-            module.momentum = None
-    model.train()(pixels)
-    with torch.no_grad():
-        for head in (model.ml_head, model.sccp_head):
-            torch.nn.init.normal_(head.weight)
-        logits = model.eval()(pixels).logits
-        model.ml_head.weight *= 1.5 / logits.std()
+    transform = transform_for(model)
+
+    def drawn(number):
+        labels = rng.integers(0, model.config.num_labels, number)
+        return torch.stack([transform.image(draw(CHARACTERS[j], rng)) for j in labels]), torch.from_numpy(labels)
+
+    pixels, _ = drawn(PIXELS)
+    if name == "glyphs":
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+        model.train()
+        for _ in range(40):
+            images, labels = drawn(64)
+            model(images, labels=labels).loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+    else:
+        for module in model.modules():  # an untrained BatchNorm would leave all images nearly alike
+            if isinstance(module, torch.nn.BatchNorm2d):
+                module.momentum = None
+        model.train()(pixels)
+        with torch.no_grad():
+            for head in (model.ml_head, model.sccp_head):
+                torch.nn.init.normal_(head.weight)
+            model.ml_head.weight *= 1.5 / model.eval()(pixels).logits.std()
     scores = model.scores(pixels)
     ks = {*KS, model.config.k}
     model.config.set_calibration({k: average_k_threshold(scores, k) for k in ks}, {"num_examples": PIXELS})
-    return model, pixels, model.scores(pixels)
+    return model, pixels, scores
 
 
 @pytest.fixture(scope="module", params=["test_resnet", "test_vit", "glyphs"])
@@ -140,13 +154,29 @@ def test_torch_export_of_the_same_graph(exported):
 
 
 @pytest.mark.parametrize(("head", "kind"), [("mean", "softmax"), ("sccp", "sigmoid"), ("ml", "logit")])
-def test_module_follows_head_and_score(make_model, head, kind):
-    model = make_model(head=head, score=kind)
-    model.config.set_calibration({2: 0.2}, {})
-    pixels = torch.randn(5, 3, 32, 32)
-    scores, sets = exportable(model)(pixels, torch.tensor(0.2))
-    assert torch.allclose(scores, model.scores(pixels), atol=1e-6)
-    assert torch.equal(sets, predict_sets(scores, 0.2, min_size=1))
+def test_graph_follows_head_and_score(make_model, tmp_path, head, kind):
+    """On images that are wider than high, and on grey ones."""
+    model = make_model(head=head, score=kind, model_args={"in_chans": 1 + 2 * (kind != "logit")})
+    model.config.pretrained_cfg["input_size"] = [1 + 2 * (kind != "logit"), 32, 48]
+    model.config.set_calibration({1: 0.3, 4: 0.1}, {})
+    report = export_onnx(model, tmp_path, k=2)
+    pixels = torch.randn(50, *model.config.pretrained_cfg["input_size"])
+    lambda_val = report["thresholds"]["2"]
+    expected = model.scores(pixels)
+    found, sets = run(session(tmp_path / "model.onnx"), pixels, lambda_val, 16)
+    assert np.allclose(found, expected.numpy(), atol=1e-5) and report["largest_difference"] < 1e-5
+    assert np.array_equal(sets, predict_sets(expected, lambda_val, min_size=1).numpy())
+
+
+def test_a_k_in_between_is_written_too(make_model, tmp_path):
+    model = make_model()
+    model.config.set_calibration({1: 0.4, 4: 0.1}, {})
+    for k in (2.0, 2.5):
+        report = export_onnx(model, tmp_path, k=k)
+        about = session(tmp_path / "model.onnx").get_modelmeta().custom_metadata_map
+        asked, thresholds = json.loads(about["k"]), json.loads(about["thresholds"])
+        assert asked == k and thresholds[str(asked)] == report["thresholds"][str(asked)] == model.config.threshold(k)
+        assert list(thresholds) == ["1", str(asked), "4"]
 
 
 def test_auto_heads_export_one_head(make_model, tmp_path):
@@ -163,10 +193,16 @@ def test_auto_heads_export_one_head(make_model, tmp_path):
     assert not np.allclose(found, model.scores(pixels, k=1).numpy(), atol=1e-4)
 
 
-def test_half_precision_is_exported_in_float32(make_model):
+def test_half_precision_is_exported_in_float32(make_model, tmp_path, caplog):
+    """Whose thresholds are those of other scores, which is said."""
     model = make_model().to(torch.bfloat16)
     model.config.set_calibration({2: 0.2}, {})
+    report = export_onnx(model, tmp_path)
     assert {p.dtype for p in exportable(model).parameters()} == {torch.float32} and model.dtype == torch.bfloat16
+    pixels = torch.randn(3, 3, 32, 32, generator=torch.Generator().manual_seed(0))
+    found, _ = run(session(tmp_path / "model.onnx"), pixels, 0.2, 3)
+    assert report["largest_difference"] == pytest.approx(np.abs(found - model.scores(pixels).numpy()).max(), rel=0.1)
+    assert "computes in bfloat16 and the graph in float32" in caplog.text and "calibrate and export in" in caplog.text
 
 
 @pytest.fixture(scope="module")
@@ -175,6 +211,7 @@ def saved(tmp_path_factory, splits):
     torch.manual_seed(0)
     labels = dict(enumerate(CLASSES))
     model = AvgKForImageClassification.from_timm("test_resnet", id2label=labels, k=2, image_size=32)
+    model.config.pretrained_cfg["crop_pct"] = 0.9
     torch.nn.init.normal_(model.ml_head.weight, std=3)
     calibrate(model, splits["validation"], [1, 2])
     folder = tmp_path_factory.mktemp("export") / "saved"
@@ -186,35 +223,41 @@ WITHOUT_PACKAGE = """
 import sys
 for name in ("avgk_hf", "torch", "transformers", "timm", "onnx"):
     sys.modules[name] = None  # any import of it fails
-import json
-import numpy as np
-import onnxruntime
-from PIL import Image, ImageOps
-
-path, file, k = sys.argv[1:]
-session = onnxruntime.InferenceSession(path)
-about = {name: json.loads(text) for name, text in session.get_modelmeta().custom_metadata_map.items()}
-cfg = about["preprocessing"]["pretrained_cfg"]
-filter = Image.Resampling[cfg["interpolation"].upper()]
-image = ImageOps.fit(Image.open(file).convert("RGB"), cfg["input_size"][1:], filter, (1 - cfg["crop_pct"]) / 2)
-pixels = ((np.asarray(image) / 255 - cfg["mean"]) / cfg["std"]).transpose(2, 0, 1)[None].astype(np.float32)
-lambda_val = np.array(about["thresholds"][k], np.float32)
-scores, sets = session.run(None, {"pixel_values": pixels, "lambda_val": lambda_val})
-found = [{"label": about["id2label"][str(j)], "score": float(scores[0, j])} for j in np.flatnonzero(sets[0])]
-print(json.dumps(found))
 """
+README = (ROOT / "README.md").read_text(encoding="utf-8")
+SNIPPET = next(b for b in re.findall(r"```python\n(.*?)```", README, flags=re.DOTALL) if "onnxruntime" in b)
 
 
-def test_command_and_a_process_without_the_package(saved, image_folder, tmp_path, capsys):
-    """`avgk export` with int8, and onnxruntime, numpy and Pillow alone give the sets of `avgk predict`."""
-    picture = tmp_path / "export.png"
-    assert main(["export", str(saved), "--onnx", "--int8", str(image_folder), "--plot", str(picture)]) == 0
-    assert picture.read_bytes()[:4] == b"\x89PNG"
+@pytest.mark.parametrize("size", [(32, 32), (57, 40), (33, 80)], ids=str)
+def test_the_readme_without_the_package(saved, tmp_path, capsys, size):
+    """What the README shows, with onnxruntime, numpy and Pillow alone, gives the sets of `avgk predict`."""
+    assert main(["export", str(saved), "--onnx", "--out", str(tmp_path / "runs/plants/onnx")]) == 0
+    noise = np.random.default_rng(0).integers(0, 255, (8, 8, 3), dtype=np.uint8)
+    Image.fromarray(noise).resize(size, Image.Resampling.BICUBIC).save(tmp_path / "image.jpg", quality=95)
+    code = WITHOUT_PACKAGE + SNIPPET + "\nprint(json.dumps(scores[0].tolist()))"
+    command, environment = [sys.executable, "-c", code], {**os.environ, "PYTHONPATH": ""}
+    done = subprocess.run(command, capture_output=True, text=True, env=environment, cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    names, scores = done.stdout.splitlines()
+    model, image = load_classifier(str(saved)), str(tmp_path / "image.jpg")
+    expected = model_scores(model, transform_for(model).image(image)[None])[0]
+    assert json.loads(scores) == pytest.approx(expected.tolist(), abs=1e-5)
+    capsys.readouterr()
+    assert main(["predict", str(saved), image, "--json"]) == 0
+    found = {item["label"] for item in json.loads(capsys.readouterr().out)[0]["set"]}
+    assert found == set(ast.literal_eval(names))
+
+
+def test_the_command_measures_what_it_writes(saved, image_folder, tmp_path, capsys):
+    picture = tmp_path / "export.svg"
+    options = ["--onnx", "--int8", "--dataset", str(image_folder), "--plot", str(picture)]
+    assert main(["export", *options, str(saved)]) == 0
     printed = capsys.readouterr().out
     report = json.loads((saved / "onnx" / "export.json").read_text())
     for name in ("model.onnx", "model.int8.onnx"):
         size = (saved / "onnx" / name).stat().st_size
         assert report["bytes"][name] == size and f"{saved / 'onnx' / name}: {size / 1e6:.2f} MB" in printed
+        assert name in picture.read_text()
     assert report["bytes"]["model.int8.onnx"] < 0.5 * report["bytes"]["model.onnx"]
     assert f"opset {report['opset']}" in printed and "thresholds for K in 1, 2" in printed
     assert (report["split"], report["num_images"]) == ("test", 30)
@@ -222,21 +265,23 @@ def test_command_and_a_process_without_the_package(saved, image_folder, tmp_path
     # what is measured of the graph is what `avgk evaluate` measures of the model
     assert main(["evaluate", str(saved), str(image_folder), "--json"]) == 0
     metrics = json.loads(capsys.readouterr().out)
-    measured = report["measured"]["model.onnx"]
-    assert measured["average_k_accuracy@2"] == pytest.approx(metrics["average_k_accuracy"])
-    assert measured["mean_set_size@1"] == pytest.approx(metrics["mean_set_size@1"])
-    assert set(report["measured"]["model.int8.onnx"]) == set(measured)
-    assert abs(report["measured"]["model.int8.onnx"]["mean_set_size@2"] - 2) < 1
-
-    path, image = saved / "onnx" / "model.onnx", image_folder / "test" / "fir" / "0.png"
-    command = [sys.executable, "-c", WITHOUT_PACKAGE, str(path), str(image), "2"]
-    environment = {**os.environ, "PYTHONPATH": ""}
-    done = subprocess.run(command, capture_output=True, text=True, env=environment, cwd=tmp_path)
-    assert done.returncode == 0, done.stderr
-    found = {item["label"]: item["score"] for item in json.loads(done.stdout)}
-    assert main(["predict", str(saved), str(image), "--json"]) == 0
-    expected = json.loads(capsys.readouterr().out)[0]["set"]
-    assert found == {item["label"]: pytest.approx(item["score"], abs=1e-5) for item in expected}
+    plain, small = (report["measured"][name] for name in ("model.onnx", "model.int8.onnx"))
+    assert plain["average_k_accuracy@2"] == pytest.approx(metrics["average_k_accuracy"])
+    assert plain["mean_set_size@1"] == pytest.approx(metrics["mean_set_size@1"])
+    # and of the 8-bit graph what its own scores give
+    model = load_classifier(str(saved))
+    dataset, transform = load_splits(str(image_folder))["test"], transform_for(model)
+    pixels = torch.stack([transform.image(row["image"]) for row in dataset])
+    scores, _ = run(session(saved / "onnx" / "model.int8.onnx"), pixels, 0.0, 30)
+    sets, labels = scores >= np.float32(model.config.threshold(2)), np.array(dataset["label"])
+    assert small["mean_set_size@2"] == pytest.approx(sets.sum(1).mean(), abs=0.05)
+    assert small["average_k_accuracy@2"] == pytest.approx(sets[np.arange(30), labels].mean(), abs=0.04)
+    for name, difference in report["int8_difference"].items():
+        assert difference == pytest.approx(small[name] - plain[name])
+    share = report["bytes"]["model.int8.onnx"] / report["bytes"]["model.onnx"]
+    accuracy, size = (report["int8_difference"][f"{name}@1"] for name in ("average_k_accuracy", "mean_set_size"))
+    words = f"{100 * share:.0f}% of the size; average-1 accuracy {100 * accuracy:+.2f}, mean set size {size:+.3f}"
+    assert f"8 bit against float: {words}" in printed
 
 
 def test_int8_graph_keeps_what_the_file_says(saved, splits, tmp_path, capsys):
@@ -283,10 +328,10 @@ def test_what_cannot_be_exported_is_refused(saved, make_model, image_folder, tmp
     assert "avgk calibrate MODEL DATASET" in refused(tmp_path / "new")
     assert "no threshold is stored for k=3" in refused(saved, "--k", 3)
     (tmp_path / "file").write_text("")
-    assert f"{tmp_path / 'file' / 'x'} cannot be written (Not a directory): name" in refused(
+    assert "cannot be written to (Not a directory); choose another `--out`" in refused(
         saved, "--out", tmp_path / "file" / "x"
     )
-    assert "has no split 'dev'" in refused(saved, "--int8", image_folder, "--split", "dev")
+    assert "has no split 'dev'" in refused(saved, "--dataset", image_folder, "--split", "dev")
     assert "opset 7 cannot be had" in refused(saved, "--opset", 7, "--out", tmp_path / "o")
     assert not list((tmp_path / "o").iterdir())  # nothing half written
     assert "name a folder for the exported model with --out" in refused("someone/model")
@@ -296,9 +341,9 @@ def test_what_cannot_be_exported_is_refused(saved, make_model, image_folder, tmp
         main(["export", str(saved)])
 
 
-def test_grey_square_and_colour_inputs(make_model):
-    model = make_model(model_args={"in_chans": 1})
-    model.config.set_calibration({2: 0.2}, {})
-    image = transform_for(model).image(Image.new("RGB", (50, 40)))
-    assert image.shape == (1, 32, 32)
-    assert exportable(model)(image[None], torch.tensor(0.2))[0].shape == (1, 6)
+def test_a_foreign_model_from_nowhere_is_refused(tmp_path):
+    save_vit(tmp_path)
+    model = load_classifier(str(tmp_path))
+    model.config.thresholds, model.config._name_or_path, model.name_or_path = {"1": 0.5}, "", ""
+    with pytest.raises(ValueError, match="its preprocessing is not known: save it"):
+        export_onnx(model, tmp_path / "onnx")
