@@ -209,7 +209,8 @@ def run_evaluate(args: argparse.Namespace) -> None:
     elif args.out:
         Path(args.out).parent.mkdir(parents=True, exist_ok=True)
         Path(args.out).write_text(text + "\n")
-    print(text if args.json else "\n".join(f"{name:32}{value:.6g}" for name, value in metrics.items()))
+    width = max(32, *(len(name) + 2 for name in metrics))
+    print(text if args.json else "\n".join(f"{name:{width}}{value:.6g}" for name, value in metrics.items()))
     if monitor and not monitor.drifted and not args.json:  # a drift was said already
         print(monitor.message())
     if args.plot:

@@ -185,7 +185,7 @@ class SetStatistics:
     def curve(self) -> list[list[float]]:
         """The trade-off on the images that calibrate: rows of K, lambda_val, mean size, coverage, top-K accuracy.
 
-        K runs from 1 to the largest that is calibrated, 12 values at most. Coverage is the share of images whose set
+        K runs from 1 to the largest that is calibrated, as `curve_ks` has it. Coverage is the share of images whose set
         holds the true class, the average-K accuracy; top-K accuracy is that of the best classes, as many for every
         image as K allows.
         """
@@ -221,15 +221,18 @@ class SetStatistics:
         return results
 
 
-def curve_ks(largest: float, most: int = 11) -> list[float]:
-    """K from 1 to the largest in even, round steps, `most` and the largest itself.
+def curve_ks(largest: float) -> list[float]:
+    """Round values of K from 1 to the largest, closer where sets are small, because lambda_val bends there.
 
-    >>> curve_ks(3), len(curve_ks(10)), curve_ks(20)[-2:]
-    ([1.0, 1.2, 1.4, 1.6, 1.8, 2.0, 2.2, 2.4, 2.6, 2.8, 3.0], 10, [19.0, 20.0])
+    >>> curve_ks(3)
+    [1.0, 1.1, 1.2, 1.35, 1.5, 1.75, 2.0, 2.5, 3.0]
+    >>> curve_ks(12.7)[-4:], len(curve_ks(1000))
+    ([10.0, 11.0, 12.0, 12.7], 40)
     """
-    steps = (round(a * 10.0**b, 9) for b in range(-3, 10) for a in (1, 2, 2.5, 5))
-    step = next(step for step in steps if 1 + step * (most - 1) >= largest)
-    return sorted({*(k for k in (round(1 + i * step, 6) for i in range(most)) if k <= largest), float(largest)})
+    steps = (1, 1.1, 1.2, 1.35, 1.5, 1.75, 2, 2.5, 3, 4, 5, 6, 8)
+    powers = range(math.floor(math.log10(largest)) + 1)
+    ks = (round(step * 10.0**power, 6) for power in powers for step in steps)
+    return [*(k for k in ks if k < largest), float(largest)]
 
 
 def _check_lambda(lambda_val: Any, k: float) -> None:
