@@ -185,9 +185,9 @@ class SetStatistics:
     def curve(self) -> list[list[float]]:
         """The trade-off on the images that calibrate: rows of K, lambda_val, mean size, coverage, top-K accuracy.
 
-        K runs from 1 to the largest that is calibrated, as `curve_ks` has it. Coverage is the share of images whose set
-        holds the true class, the average-K accuracy; top-K accuracy is that of the best classes, as many for every
-        image as K allows.
+        K runs from 1 to the largest that is calibrated, as `curve_ks` has it. Coverage is the share of images whose
+        set holds the true class, the average-K accuracy; top-K accuracy is that of the best classes, as many for
+        every image as K allows.
         """
         true_scores, ranks = self.column("true"), self.column("rank")
         rows = []
