@@ -148,6 +148,19 @@ def test_at_most_keeps_the_best_of_a_set_with_holes():
     assert ranked_sets(scores, answer(scores, config, max_size=0, **ask)) == [[]]
 
 
+def test_a_calibration_for_every_question_keeps_no_score_matrix():
+    """Sizes, coverages, classes and the curve come from one pass that holds O(K n) numbers."""
+    n, classes, k = 300, 2000, 3
+    stats = SetStatistics([1, k], n, mass=True)
+    for batch in range(10):
+        scores, labels = synthetic(n // 10, classes, torch.Generator().manual_seed(batch))
+        stats.update(scores, labels)
+        held = [*stats.columns().values(), *(v for v in vars(stats.stream).values() if hasattr(v, "shape"))]
+        assert sum(math.prod(values.shape) for values in held) <= (2 * k + 8) * n < n * classes / 100
+    record = stats.coverage([0.9], True, k)
+    assert {"lac", "aps", "raps", "per_class"} <= set(record) and stats.curve() and stats.compute()[k]
+
+
 # -------------------------------------------------------------------------------------------------- the guarantee
 
 SPLITS, CALIBRATION, TEST, LEVEL = 200, 30, 150, 0.9
