@@ -522,31 +522,16 @@ def write_space(name: str, folder: str | Path, examples: str | None = None) -> s
     folder = Path(folder)
     if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
         raise ValueError(f"--space {folder} exists and is not an empty folder; name a new one.")
+    try:
+        needs = [text for text in importlib.metadata.requires("avgk_hf") or [] if "extra ==" not in text]
+    except importlib.metadata.PackageNotFoundError:
+        raise ImportError(
+            "what a Space has to install is read from the installed avgk_hf, and here its files are used without:"
+            " `pip install 'avgk_hf[app]'`."
+        ) from None
     model = load_classifier(name)
     stored_threshold(model.config)
     local, title = Path(name).is_dir(), _title(name)
-    with chosen_examples(model, examples) as chosen:  # before anything is written, because it may be refused
-        folder.mkdir(parents=True, exist_ok=True)
-        if chosen:
-            (folder / "examples").mkdir()
-        for number, (path, _) in enumerate(chosen):
-            shutil.copyfile(path, folder / "examples" / f"{number}{path.suffix.lower()}")
-    if local:
-        (folder / "model").mkdir()
-        for path in Path(name).iterdir():
-            kept = any(fnmatch(path.name, pattern) for pattern in PUSHED)
-            if path.is_file() and kept and not any(fnmatch(path.name, pattern) for pattern in NOT_PUSHED):
-                shutil.copyfile(path, folder / "model" / path.name)
-    here = Path(__file__).parent
-    shutil.copytree(here, folder / here.name, ignore=shutil.ignore_patterns("__pycache__", "recipes"))
-    needs = [text for text in importlib.metadata.requires("avgk_hf") or [] if "extra ==" not in text]
-    (folder / "requirements.txt").write_text("\n".join([*needs, f"gradio=={gr.__version__}"]) + "\n")
-    code = SPACE_APP.format(
-        title=title,
-        model='str(here / "model")' if local else repr(name),
-        examples='here / "examples"' if chosen else "None",
-    )
-    (folder / "app.py").write_text(code, encoding="utf-8")
     front = SpaceCardData(
         title=title,
         sdk="gradio",
@@ -558,6 +543,31 @@ def write_space(name: str, folder: str | Path, examples: str | None = None) -> s
         short_description="As many classes as the image needs, K on average",
     )
     where = "`model/` holds the model" if local else f"the model is [{name}](https://huggingface.co/{name})"
-    card = SPACE_CARD.format(front=front.to_yaml(), title=title, where=where)
-    (folder / "README.md").write_text(card, encoding="utf-8")
+    parent, here = folder.absolute().parent, Path(__file__).parent
+    with chosen_examples(model, examples) as chosen:
+        code = SPACE_APP.format(
+            title=title,
+            model='str(here / "model")' if local else repr(name),
+            examples='here / "examples"' if chosen else "None",
+        )
+        parent.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryDirectory(dir=parent, prefix=".avgk-space-") as unfinished:
+            new = Path(unfinished)
+            (new / "app.py").write_text(code, encoding="utf-8")
+            (new / "README.md").write_text(
+                SPACE_CARD.format(front=front.to_yaml(), title=title, where=where), encoding="utf-8"
+            )
+            (new / "requirements.txt").write_text("\n".join([*needs, f"gradio=={gr.__version__}"]) + "\n")
+            shutil.copytree(here, new / here.name, ignore=shutil.ignore_patterns("__pycache__", "recipes"))
+            for number, (path, _) in enumerate(chosen):
+                (new / "examples").mkdir(exist_ok=True)
+                shutil.copyfile(path, new / "examples" / f"{number}{path.suffix.lower()}")
+            for path in Path(name).iterdir() if local else ():
+                kept = any(fnmatch(path.name, pattern) for pattern in PUSHED)
+                if path.is_file() and kept and not any(fnmatch(path.name, pattern) for pattern in NOT_PUSHED):
+                    (new / "model").mkdir(exist_ok=True)
+                    shutil.copyfile(path, new / "model" / path.name)
+            folder.mkdir(exist_ok=True)
+            for path in new.iterdir():  # written in full, and only renamed
+                shutil.move(path, folder / path.name)
     return HOW_TO_PUSH.format(folder=str(folder))

@@ -1,5 +1,6 @@
 """The page of `avgk app` in a real browser, and the Space that it writes."""
 
+import importlib.metadata
 import json
 import os
 import re
@@ -364,6 +365,24 @@ def test_examples_are_images_that_can_be_read(model_folder, image_folder, tmp_pa
         (tmp_path / name).unlink()
     with pytest.raises(ValueError, match="none of the 100 images can be read"):
         example_images(model, tmp_path)
+
+
+def test_a_space_is_written_whole_or_not_at_all(model_folder, tmp_path, monkeypatch):
+    space = tmp_path / "new" / "space"
+    missing = importlib.metadata.PackageNotFoundError("avgk_hf")
+    monkeypatch.chdir(tmp_path)
+    with mock.patch("importlib.metadata.requires", side_effect=missing), pytest.raises(ImportError, match="installed"):
+        write_space(str(model_folder), space)
+    assert not space.parent.exists()
+    for name in ("shutil.copytree", "shutil.copyfile"):
+        with mock.patch(name, side_effect=OSError("no space left")), pytest.raises(OSError, match="no space left"):
+            write_space(str(model_folder), space)
+        assert list(space.parent.iterdir()) == []
+    space.mkdir()
+    monkeypatch.chdir(space)
+    write_space(str(model_folder), ".")  # an empty folder stays the one it is
+    assert {path.name for path in Path().iterdir()} == {"app.py", "avgk_hf", "model", "README.md", "requirements.txt"}
+    assert list(space.parent.iterdir()) == [space]
 
 
 def test_a_written_space_runs_by_itself(model_folder, image_folder, tmp_path):
