@@ -4,7 +4,7 @@
     avgk app MODEL --space DIR     writes it as a folder for a Hugging Face Space
 
 Scores and sets come from the parts that `avgk predict` calls. What one visitor does stays in his session: the scores
-of the image live in a `gr.State`. Nothing is fetched from other machines.
+of the image live in a `gr.State`. The page needs nothing from other machines; a model of the Hub does, to be loaded.
 """
 
 import html
@@ -15,8 +15,10 @@ import socket
 import sys
 import tempfile
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from fnmatch import fnmatch
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -25,20 +27,24 @@ from huggingface_hub import SpaceCardData
 from PIL import Image
 from torch import Tensor
 from transformers import PreTrainedModel
+from transformers.utils import logging
 
 from .calibrate import load_classifier, model_scores, transform_for
+from .conformal import answer, check_request, stored_coverage
 from .data.glyphs import CHARACTERS, class_name, draw
-from .data.transforms import ImageTransform
 from .hub import NOT_PUSHED, PUSHED
 from .pipeline import config_score
-from .sets import k_key, predict_sets, ranked_sets, stored_head, stored_threshold
+from .sets import calibration_record, k_key, own_k, ranked_sets, stored_head, stored_threshold
 
 try:
     import gradio as gr
 except ImportError as error:
     raise ImportError("the page is a Gradio app: `pip install 'avgk_hf[app]'`.") from error
 
+logger = logging.get_logger(__name__)
+
 EXAMPLES, LOOKED_AT = 8, 64  # example images shown, and those they are chosen from
+ROWS = 200  # classes of a set that are shown; thousands would be megabytes for every step of the slider
 NAMES = 6  # class names in one row of the growth table
 RUNNERS_UP = 3  # classes below the threshold that are shown
 BY_SIZE, BY_COVERAGE = "average size", "coverage"
@@ -61,6 +67,7 @@ CSS = """
 .avgk table { width: 100%; border-collapse: collapse; border: 0; margin: 0; table-layout: fixed; }
 .avgk tr { border: 0; border-bottom: 1px solid var(--border-color-primary); }
 .avgk th, .avgk td { padding: .25rem .5rem; border: 0; text-align: left; vertical-align: middle; font-weight: 400; }
+.avgk th, .avgk td { overflow-wrap: anywhere; }
 .avgk td.number, .avgk th.number { text-align: right; font-variant-numeric: tabular-nums; white-space: nowrap; }
 .avgk .set .in th { font-weight: 600; }
 .avgk .track { position: relative; height: 1rem; background: var(--background-fill-secondary); }
@@ -78,44 +85,61 @@ def recorded_ks(config: Any) -> list[float]:
     return sorted(float(key) for key in config.thresholds)
 
 
-def coverage_thresholds(config: Any) -> dict[str, float]:
-    """{coverage as text: lambda_val} of the conformal calibration (LAC), empty where there is none."""
-    return dict((getattr(config, "coverage", None) or {}).get("lac") or {})
+def coverage_levels(config: Any) -> list[float]:
+    """The coverages that a model can be asked for, ascending."""
+    record = getattr(config, "coverage", None)
+    found = []
+    for level in (record.get("lac") or {}) if isinstance(record, Mapping) else ():
+        with suppress(ValueError):  # e.g. recorded for another head than the one that answers now
+            stored_coverage(config, float(level))
+            found.append(float(level))
+    return sorted(found)
 
 
-def image_scores(model: PreTrainedModel, transform: ImageTransform, path: str | Path) -> dict[str, Tensor]:
-    """The scores (1, L) of an image, of every head that answers for some recorded K: one, unless `head="auto"`."""
-    pixels = transform.image(path)[None]
+def image_scores(model: PreTrainedModel, pixels: Tensor) -> dict[str, Tensor]:
+    """The scores (1, L) of an image (C, H, W), of every head that answers for some K: one, unless `head="auto"`."""
     heads = {stored_head(model.config, k): k for k in recorded_ks(model.config)}
-    return {head: model_scores(model, pixels, k) for head, k in heads.items()}
+    return {head: model_scores(model, pixels[None], k) for head, k in heads.items()}
 
 
-def set_of(scores: Tensor, lambda_val: float) -> list[int]:
-    """The classes of one image, best first; at least one, as in the pipeline."""
-    return ranked_sets(scores, predict_sets(scores, lambda_val, min_size=1))[0]
+def head_of(config: Any, scores: dict[str, Tensor], k: float | None = None, **question: float) -> Tensor:
+    """The scores (1, L) of the head that answers a question, of those that `image_scores` gives."""
+    return scores[stored_head(config, k)]
 
 
-def count(classes: Sequence[int] | int) -> str:
+def set_of(config: Any, scores: dict[str, Tensor], **question: float) -> list[int]:
+    """The classes of one image, best first; at least one, as in the pipeline.
+
+    Args:
+        config: The model's config.
+        scores: As `image_scores` gives them.
+        question: As in `conformal.answer`, e.g. `k=3`; default: the model's own K.
+    """
+    own = head_of(config, scores, **question)
+    return ranked_sets(own, answer(own, config, min_size=1, **question))[0]
+
+
+def count(number: int) -> str:
     """`1 class`, `3 classes`."""
-    number = classes if isinstance(classes, int) else len(classes)
     return f"{number} class{'es' * (number != 1)}"
 
 
-def set_html(config: Any, scores: Tensor, lambda_val: float, question: str) -> str:
+def set_html(config: Any, scores: dict[str, Tensor], **question: float) -> str:
     """The set of one image as a table with bars, and the best classes below the threshold in grey.
 
     Args:
         config: The model's config.
-        scores: Scores of the image, (1, L).
-        lambda_val: The threshold.
-        question: What was asked for, e.g. `K = 3`.
+        scores: As `image_scores` gives them.
+        question: `k` or `coverage`.
     """
-    classes = set_of(scores, lambda_val)
-    order = scores[0].argsort(descending=True, stable=True).tolist()
-    below = [j for j in order if j not in classes][:RUNNERS_UP]
-    values = scores[0].tolist()
+    own, classes = head_of(config, scores, **question), set_of(config, scores, **question)
+    lambda_val = check_request(config, **question)[1]
+    order = own[0].argsort(descending=True, stable=True).tolist()
+    inside, shown = set(classes), classes[:ROWS]
+    below = list(islice((j for j in order if j not in inside), RUNNERS_UP))
+    values = own[0].tolist()
     if config_score(config) == "logit":  # no fixed range, so that of the rows
-        low, high = min(values[j] for j in (*classes, *below)), max(values[order[0]], lambda_val)
+        low, high = min(values[j] for j in (*shown, *below)), max(values[order[0]], lambda_val)
         low = min(low, lambda_val)
     else:
         low, high = 0.0, 1.0
@@ -133,14 +157,16 @@ def set_html(config: Any, scores: Tensor, lambda_val: float, question: str) -> s
             f'<td class="number">{score}</td></tr>'
         )
 
-    empty = values[classes[0]] < lambda_val
+    empty = not answer(own, config, **question).any()
     note = " No class reaches it; the best one is shown all the same." if empty else ""
+    asked = f"K = {_name(**question)}" if "k" in question else f"{_name(**question)} coverage"
+    more = f'<tr><td colspan="3">and {len(classes) - ROWS} more</td></tr>' * (len(classes) > ROWS)
     text = [
-        f'<div class="avgk"><p role="status"><span class="count">{count(classes)}</span> for {question}</p>',
+        f'<div class="avgk"><p role="status"><span class="count">{count(len(classes))}</span> for {asked}</p>',
         '<div class="scroll" tabindex="0" role="region" aria-label="Predicted set"><table class="set">',
         '<colgroup><col style="width:38%"><col><col style="width:5rem"></colgroup>',
         '<thead><tr><th scope="col">class</th><td></td><th scope="col" class="number">score</th></tr></thead>',
-        f'<tbody class="in">{"".join(map(row, classes))}</tbody>',
+        f'<tbody class="in">{"".join(map(row, shown))}</tbody><tbody class="more">{more}</tbody>',
         f'<tbody class="below" aria-label="Not in the set">{"".join(map(row, below))}</tbody></table></div>',
         f'<p class="quiet"><span class="key"></span>threshold {lambda_val:.4g}: what reaches it is in the set,'
         f" what is grey is not.{note}</p></div>",
@@ -148,31 +174,35 @@ def set_html(config: Any, scores: Tensor, lambda_val: float, question: str) -> s
     return "".join(text)
 
 
-def growth_html(config: Any, rows: Sequence[tuple[str, Tensor, float]], now: str, first: str) -> str:
-    """How the set of one image grows: for every question the size, and the classes that join.
+def growth_html(config: Any, scores: dict[str, Tensor], **question: float) -> str:
+    """How the set of one image grows: for every recorded K, or coverage, the size, and the classes that join.
 
     Args:
         config: The model's config.
-        rows: Name of the question, scores (1, L) of the head that answers it, and its threshold; smallest sets first.
-        now: The name of the question that is asked.
-        first: Heading of the names.
+        scores: As `image_scores` gives them.
+        question: `k` or `coverage`; the one that is marked.
     """
-    sets = [set_of(scores, lambda_val) for _, scores, lambda_val in rows]
+    ((asked, value),) = question.items()
+    known = coverage_levels(config) if asked == "coverage" else recorded_ks(config)
+    steps = sorted({*known, value})  # smallest sets first
+    sets = [set_of(config, scores, **{asked: step}) for step in steps]
     most = max(map(len, sets))
-    before: list[int] = []
+    before: set[int] = set()
     body = []
-    for (name, _, _), classes in zip(rows, sets, strict=True):
-        joined = [html.escape(str(config.id2label[j])) for j in classes if j not in before]
-        names = ", ".join(joined[:NAMES]) + f", and {len(joined) - NAMES} more" * (len(joined) > NAMES)
-        if any(j not in classes for j in before):  # another head answers
+    for step, classes in zip(steps, sets, strict=True):
+        joined = [j for j in classes if j not in before]
+        names = ", ".join(html.escape(str(config.id2label[j])) for j in joined[:NAMES])
+        names += f", and {len(joined) - NAMES} more" * (len(joined) > NAMES)
+        if not before.issubset(classes):  # another head answers
             names += " (another head answers here, so others leave)"
-        before = classes
+        before = set(classes)
         bar = f'<div class="track"><div class="bar" style="width:{100 * len(classes) / most:.1f}%"></div></div>'
-        current = ' class="now" aria-current="true"' if name == now else ""
+        current = ' class="now" aria-current="true"' if step == value else ""
         body.append(
-            f'<tr{current}><th scope="row">{name}</th><td class="number">{len(classes)}</td>'
+            f'<tr{current}><th scope="row">{_name(**{asked: step})}</th><td class="number">{len(classes)}</td>'
             f'<td aria-hidden="true">{bar}</td><td>{names or "–"}</td></tr>'
         )
+    first = "coverage" if asked == "coverage" else "K"
     head = f'<th scope="col">{first}</th><th scope="col" class="number">classes</th><td></td><th scope="col">join</th>'
     columns = '<colgroup><col style="width:5rem"><col style="width:4.5rem"><col style="width:20%"><col></colgroup>'
     return (
@@ -182,31 +212,14 @@ def growth_html(config: Any, rows: Sequence[tuple[str, Tensor, float]], now: str
     )
 
 
-def answer(config: Any, scores: dict[str, Tensor], ask: str, k: float, coverage: str | None) -> tuple[str, str]:
-    """The set and its growth as HTML.
-
-    Args:
-        config: The model's config.
-        scores: As `image_scores` gives them.
-        ask: `BY_SIZE` or `BY_COVERAGE`.
-        k: Average set size.
-        coverage: A key of `coverage_thresholds`.
-    """
-    if ask == BY_COVERAGE:
-        own = scores[stored_head(config)]
-        recorded = sorted(coverage_thresholds(config).items(), key=lambda item: float(item[0]))
-        rows = [(_percent(level), own, lambda_val) for level, lambda_val in recorded]
-        now, question = _percent(coverage), f"{_percent(coverage)} coverage"
-        return set_html(config, own, dict(recorded)[coverage], question), growth_html(config, rows, now, "coverage")
-    ks = sorted({*recorded_ks(config), k})
-    rows = [(k_key(each), scores[stored_head(config, each)], stored_threshold(config, each)) for each in ks]
-    own = scores[stored_head(config, k)]
-    shown = set_html(config, own, stored_threshold(config, k), f"K = {k_key(k)}")
-    return shown, growth_html(config, rows, k_key(k), "K")
+def answer_html(config: Any, scores: dict[str, Tensor], **question: float) -> tuple[str, str]:
+    """The set and its growth; the arguments are those of `set_html`."""
+    return set_html(config, scores, **question), growth_html(config, scores, **question)
 
 
-def _percent(level: str) -> str:
-    return f"{100 * float(level):g}%"
+def _name(k: float = 0, coverage: float | None = None) -> str:
+    """A question as the page spells it: `3`, or `90%`."""
+    return k_key(k) if coverage is None else f"{100 * coverage:g}%"
 
 
 def _message(text: str, role: str) -> str:
@@ -221,37 +234,56 @@ def _step(ks: Sequence[float]) -> float:
     return 0.01
 
 
-def example_images(
-    model: PreTrainedModel, folder: str | Path | None = None, drawn: str | Path | None = None
-) -> list[tuple[Path, int]]:
+def example_images(model: PreTrainedModel, folder: str | Path | None) -> list[tuple[Path, int]]:
     """Example images with the sizes of their sets at the model's own K, from clear to hopeless.
 
     Args:
         model: A calibrated model.
-        folder: Images to choose from; None for glyphs, if the model's classes are those, otherwise for no examples.
-        drawn: Folder for the glyphs.
+        folder: Images to choose from; those that cannot be read are left out. None for no examples.
     """
-    if folder is not None:
-        suffixes = set(Image.registered_extensions())
-        found = sorted(path for path in Path(folder).rglob("*") if path.suffix.lower() in suffixes and path.is_file())
-        if not found:
-            reason = "holds no images" if Path(folder).is_dir() else "is no folder"
-            raise ValueError(f"--examples {folder} {reason}; give a folder with PNG or JPEG files.")
-    elif list(model.config.id2label.values()) == [class_name(character) for character in CHARACTERS]:
-        rng = np.random.default_rng(0)
-        found = []
-        for number, character in enumerate(rng.choice(list(CHARACTERS), LOOKED_AT)):
-            found.append(Path(drawn, f"glyph_{number:02d}.png"))
-            draw(character, rng).save(found[-1])
-    else:
+    if folder is None:
         return []
-    transform, lambda_val = transform_for(model), stored_threshold(model.config)
-    head = stored_head(model.config)
-    sized = []
-    for path in _evenly(found, LOOKED_AT):
-        scores = image_scores(model, transform, path)[head]
-        sized.append((len(set_of(scores, lambda_val)), -scores.max().item(), path))
+    known = Image.registered_extensions().items()
+    suffixes = {suffix for suffix, kind in known if kind in Image.OPEN}  # the others can only be written
+    found = sorted(
+        path
+        for path in Path(folder).rglob("*")
+        if path.suffix.lower() in suffixes
+        and not any(part.startswith(".") for part in path.relative_to(folder).parts)
+        and path.is_file()
+    )
+    if not found:
+        reason = "holds no images" if Path(folder).is_dir() else "is no folder"
+        raise ValueError(f"--examples {folder} {reason}; give a folder with PNG or JPEG files.")
+    transform, sized, faults = transform_for(model), [], []
+    for path in dict.fromkeys([*_evenly(found, LOOKED_AT), *found]):  # the others where some cannot be read
+        try:
+            pixels = transform.image(path)
+        except (ValueError, OSError) as error:
+            faults.append(str(error))
+            continue
+        scores = image_scores(model, pixels)
+        sized.append((len(set_of(model.config, scores)), -head_of(model.config, scores).max().item(), path))
+        if len(sized) == LOOKED_AT:
+            break
+    if not sized:
+        raise ValueError(f"--examples {folder}: none of the {len(faults)} images can be read, e.g. {faults[0]}")
+    if faults:
+        number = f"{len(faults)} image{'s' * (len(faults) > 1)}"
+        logger.warning(f"--examples {folder}: left out {number} that cannot be read, e.g. {faults[0]}")
     return [(path, size) for size, _, path in _evenly(sorted(sized), EXAMPLES)]
+
+
+@contextmanager
+def chosen_examples(model: PreTrainedModel, folder: str | None) -> Iterator[list[tuple[Path, int]]]:
+    """`example_images` of a folder; without one, of glyphs that are drawn, if the model's classes are those."""
+    with tempfile.TemporaryDirectory(prefix="avgk-app-") as drawn:
+        if folder is None and list(model.config.id2label.values()) == [class_name(each) for each in CHARACTERS]:
+            rng = np.random.default_rng(0)
+            for number, character in enumerate(rng.choice(list(CHARACTERS), LOOKED_AT)):
+                draw(character, rng).save(Path(drawn, f"glyph_{number:02d}.png"))
+            folder = drawn
+        yield example_images(model, folder)
 
 
 def _evenly(items: list, most: int) -> list:
@@ -269,27 +301,28 @@ def build_page(model: PreTrainedModel, name: str, examples: Sequence[tuple[Path,
     """
     config = model.config
     stored_threshold(config)  # refuses a model without
-    ks, levels, transform = recorded_ks(config), coverage_thresholds(config), transform_for(model)
-    own_k = float(getattr(config, "k", ks[0]))
+    ks, levels, transform = recorded_ks(config), coverage_levels(config), transform_for(model)
+    own = float(own_k(config))
 
     def read(path: str | None) -> dict[str, Tensor] | str | None:
         if path is None:
             return None
         try:
-            return image_scores(model, transform, path)
+            return image_scores(model, transform.image(path))
         except (ValueError, OSError) as error:
             return str(error).replace(path, Path(path).name)  # where the server keeps it is nobody's business
 
-    def show(found: dict[str, Tensor] | str | None, ask: str, k: float, coverage: str | None) -> tuple[str, str]:
+    def show(found: dict[str, Tensor] | str | None, ask: str, k: float, coverage: float | None) -> tuple[str, str]:
         if found is None:
             return _message(HINT, "status"), ""
         if isinstance(found, str):
             return _message(found, "alert"), ""
-        return answer(config, found, ask, k, coverage)
+        return answer_html(config, found, **({"coverage": coverage} if ask == BY_COVERAGE else {"k": k}))
 
-    record = getattr(config, "calibration", None) or {}
-    source = f" of {record['dataset']}" if record.get("dataset") else ""
-    thresholds = f"Its thresholds come from {record['num_examples']:,} images{source}." * ("num_examples" in record)
+    record, thresholds = calibration_record(config), ""
+    if isinstance(record.get("num_examples"), int):
+        source = f" of {record['dataset']}" if record.get("dataset") else ""
+        thresholds = f"Its thresholds come from {record['num_examples']:,} images{source}."
     with gr.Blocks(title=f"{name}: sets of classes", analytics_enabled=False, delete_cache=(3600, 3600)) as page:
         gr.Markdown(
             f"# {html.escape(name)}\nAs many of {config.num_labels:,} classes as the image needs, K on average over"
@@ -312,20 +345,25 @@ def build_page(model: PreTrainedModel, name: str, examples: Sequence[tuple[Path,
                 ask = gr.Radio(
                     [BY_SIZE, BY_COVERAGE], value=BY_SIZE, label="Ask by", visible=bool(levels), elem_id="avgk-ask"
                 )
-                slider = gr.Slider(
-                    ks[0],
-                    ks[-1] if len(ks) > 1 else ks[0] + 1,
-                    own_k,
-                    step=_step(ks),
-                    label="K, classes on average",
-                    info=f"calibrated for K = {', '.join(map(k_key, ks))}",
-                    interactive=len(ks) > 1,
-                    buttons=[],
-                    elem_id="avgk-k",
-                )
+                if len(ks) > 1:
+                    size = by_size = gr.Slider(
+                        ks[0],
+                        ks[-1],
+                        own,
+                        step=_step([*ks, own]),
+                        label="K, classes on average",
+                        info=f"calibrated for K = {', '.join(map(k_key, ks))}",
+                        interactive=True,
+                        buttons=[],
+                        elem_id="avgk-k",
+                    )
+                else:
+                    size = gr.State(own)
+                    only = f"K = {k_key(own)} classes on average: the model is calibrated for no other."
+                    by_size = gr.HTML(_message(only, "note"), elem_id="avgk-k")
                 coverage = gr.Radio(
-                    [(_percent(level), level) for level in sorted(levels, key=float)],
-                    value=min(levels, key=float, default=None),
+                    [(_name(coverage=level), level) for level in levels],
+                    value=levels[0] if levels else None,
                     label="Coverage, the share of images whose set holds the true class",
                     visible=False,
                     elem_id="avgk-coverage",
@@ -333,7 +371,7 @@ def build_page(model: PreTrainedModel, name: str, examples: Sequence[tuple[Path,
                 if examples:
                     gr.HTML(
                         '<div class="avgk"><h2>Examples, from clear to hopeless</h2><p class="quiet">with the size of'
-                        f" their sets for K = {k_key(own_k)}</p></div>"
+                        f" their sets for K = {k_key(own)}</p></div>"
                     )
                     gallery = gr.Gallery(
                         [(str(path), count(size)) for path, size in examples],
@@ -350,16 +388,16 @@ def build_page(model: PreTrainedModel, name: str, examples: Sequence[tuple[Path,
                 predicted = gr.HTML(_message(HINT, "status"), elem_id="avgk-set", container=True, padding=True)
                 growth = gr.HTML("", elem_id="avgk-growth", container=True, padding=True)
         found = gr.State(None)
-        shown = {"fn": show, "inputs": [found, ask, slider, coverage], "outputs": [predicted, growth]}
+        shown = {"fn": show, "inputs": [found, ask, size, coverage], "outputs": [predicted, growth]}
         # the last of several quick changes must not be dropped because the one before it is still being answered
         quiet = {"show_progress": "hidden", "api_visibility": "private", "trigger_mode": "always_last"}
         image.change(read, image, found, **quiet).then(**shown, **quiet)
-        for control in (slider, coverage):
+        for control in (size, coverage):
             control.change(**shown, **quiet)
         ask.change(
             lambda by: (gr.update(visible=by == BY_SIZE), gr.update(visible=by == BY_COVERAGE)),
             ask,
-            [slider, coverage],
+            [by_size, coverage],
             **quiet,
         ).then(**shown, **quiet)
         if examples:
@@ -420,8 +458,7 @@ def serve(name: str, port: int = 7860, examples: str | None = None) -> None:
             raise OSError(f"--port {port} cannot be used ({error.strerror}); name another, e.g. {port + 1}.") from None
     model = load_classifier(name)
     stored_threshold(model.config)
-    with tempfile.TemporaryDirectory(prefix="avgk-app-") as drawn:
-        chosen = example_images(model, examples, drawn)
+    with chosen_examples(model, examples) as chosen:
         page = build_page(model, _title(name), chosen)
         launch(page, chosen, server_name="127.0.0.1", server_port=port, prevent_thread_lock=True)
         print(f"http://127.0.0.1:{port} shows {name}; Ctrl-C ends it.", flush=True)
@@ -485,32 +522,16 @@ def write_space(name: str, folder: str | Path, examples: str | None = None) -> s
     folder = Path(folder)
     if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
         raise ValueError(f"--space {folder} exists and is not an empty folder; name a new one.")
+    try:
+        needs = [text for text in importlib.metadata.requires("avgk_hf") or [] if "extra ==" not in text]
+    except importlib.metadata.PackageNotFoundError:
+        raise ImportError(
+            "what a Space has to install is read from the installed avgk_hf, and here its files are used without:"
+            " `pip install 'avgk_hf[app]'`."
+        ) from None
     model = load_classifier(name)
     stored_threshold(model.config)
     local, title = Path(name).is_dir(), _title(name)
-    with tempfile.TemporaryDirectory() as drawn:
-        chosen = example_images(model, examples, drawn)  # before anything is written, because it may be refused
-        folder.mkdir(parents=True, exist_ok=True)
-        if chosen:
-            (folder / "examples").mkdir()
-        for number, (path, _) in enumerate(chosen):
-            shutil.copyfile(path, folder / "examples" / f"{number}{path.suffix.lower()}")
-    if local:
-        (folder / "model").mkdir()
-        for path in Path(name).iterdir():
-            kept = any(fnmatch(path.name, pattern) for pattern in PUSHED)
-            if path.is_file() and kept and not any(fnmatch(path.name, pattern) for pattern in NOT_PUSHED):
-                shutil.copyfile(path, folder / "model" / path.name)
-    here = Path(__file__).parent
-    shutil.copytree(here, folder / here.name, ignore=shutil.ignore_patterns("__pycache__", "recipes"))
-    needs = [text for text in importlib.metadata.requires("avgk_hf") or [] if "extra ==" not in text]
-    (folder / "requirements.txt").write_text("\n".join([*needs, f"gradio=={gr.__version__}"]) + "\n")
-    code = SPACE_APP.format(
-        title=title,
-        model='str(here / "model")' if local else repr(name),
-        examples='here / "examples"' if chosen else "None",
-    )
-    (folder / "app.py").write_text(code, encoding="utf-8")
     front = SpaceCardData(
         title=title,
         sdk="gradio",
@@ -522,6 +543,31 @@ def write_space(name: str, folder: str | Path, examples: str | None = None) -> s
         short_description="As many classes as the image needs, K on average",
     )
     where = "`model/` holds the model" if local else f"the model is [{name}](https://huggingface.co/{name})"
-    card = SPACE_CARD.format(front=front.to_yaml(), title=title, where=where)
-    (folder / "README.md").write_text(card, encoding="utf-8")
+    parent, here = folder.absolute().parent, Path(__file__).parent
+    with chosen_examples(model, examples) as chosen:
+        code = SPACE_APP.format(
+            title=title,
+            model='str(here / "model")' if local else repr(name),
+            examples='here / "examples"' if chosen else "None",
+        )
+        parent.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryDirectory(dir=parent, prefix=".avgk-space-") as unfinished:
+            new = Path(unfinished)
+            (new / "app.py").write_text(code, encoding="utf-8")
+            (new / "README.md").write_text(
+                SPACE_CARD.format(front=front.to_yaml(), title=title, where=where), encoding="utf-8"
+            )
+            (new / "requirements.txt").write_text("\n".join([*needs, f"gradio=={gr.__version__}"]) + "\n")
+            shutil.copytree(here, new / here.name, ignore=shutil.ignore_patterns("__pycache__", "recipes"))
+            for number, (path, _) in enumerate(chosen):
+                (new / "examples").mkdir(exist_ok=True)
+                shutil.copyfile(path, new / "examples" / f"{number}{path.suffix.lower()}")
+            for path in Path(name).iterdir() if local else ():
+                kept = any(fnmatch(path.name, pattern) for pattern in PUSHED)
+                if path.is_file() and kept and not any(fnmatch(path.name, pattern) for pattern in NOT_PUSHED):
+                    (new / "model").mkdir(exist_ok=True)
+                    shutil.copyfile(path, new / "model" / path.name)
+            folder.mkdir(exist_ok=True)
+            for path in new.iterdir():  # written in full, and only renamed
+                shutil.move(path, folder / path.name)
     return HOW_TO_PUSH.format(folder=str(folder))

@@ -6,6 +6,7 @@ python tests/browser.py MODEL docs/app.png
 import json
 import os
 import random
+import re
 import shutil
 import socket
 import subprocess
@@ -77,13 +78,31 @@ def running(command, url, seconds=280, **kwargs):
                 process.wait()
 
 
+# `avgk`, with every host that it asks for written to a file, and all but this machine refused
+WATCHED = """
+import sys
+log = open(sys.argv.pop(1), "w", buffering=1)
+def watch(event, args):
+    if event in ("socket.connect", "socket.sendto", "socket.getaddrinfo", "socket.gethostbyname"):
+        asked = args[1] if event in ("socket.connect", "socket.sendto") else args[0]
+        host = asked[0] if isinstance(asked, tuple) else asked
+        print(host, file=log)
+        if host not in ("127.0.0.1", "::1", "localhost"):
+            raise OSError(f"{event} {host} leaves this machine")
+sys.addaudithook(watch)
+from avgk_hf.cli import main
+sys.exit(main(sys.argv[1:]))
+"""
+
+
 @contextmanager
-def app(model, *options):
-    """`avgk app MODEL ...` on a free port; gives its address."""
+def app(model, *options, hosts=os.devnull):
+    """`avgk app MODEL ...` on a free port; gives its address. The file `hosts` gets what its process connects to."""
     port = free_port()
-    command = [sys.executable, "-m", "avgk_hf.cli", "app", str(model), "--port", str(port), *options]
-    nowhere = "http://127.0.0.1:9"  # nothing listens there: the server must not ask anybody else
-    env = {**os.environ, "HF_HUB_OFFLINE": "1", "HTTP_PROXY": nowhere, "HTTPS_PROXY": nowhere}
+    command = [sys.executable, "-c", WATCHED, str(hosts), "app", str(model), "--port", str(port), *options]
+    # nothing that would keep it from asking others: neither settings of the Hub nor a proxy on this machine
+    env = {name: value for name, value in os.environ.items() if not re.search("offline|proxy", name.lower())}
+    env["OMP_NUM_THREADS"] = "1"  # as in conftest.py
     with running(command, f"http://127.0.0.1:{port}", env=env):
         yield f"http://127.0.0.1:{port}"
 
@@ -138,16 +157,20 @@ class Page:
         return [params["request"]["url"] for params in sent] + sockets
 
 
-def screenshot(model, path, example=5):
+def screenshot(model, path, example=4):
     """The page with one of its examples, as in the README."""
-    with app(model) as url, chromium(1080, 975) as driver:
+    with app(model) as url, chromium(1080, 1100) as driver:
         page = Page(driver, url)
         page.until("#avgk-examples button")
         page.all("#avgk-examples button")[int(example) - 1].send_keys(Keys.ENTER)
         page.await_status("for K")
         time.sleep(1)  # until the pictures are loaded
+        bottom = "document.querySelector(part).getBoundingClientRect().bottom + scrollY + outerHeight - innerHeight"
+        height = f"return Math.max(...['#avgk-growth', '#avgk-examples'].map(part => {bottom}))"
+        driver.set_window_size(1080, int(driver.execute_script(height)) + 20)
+        driver.execute_script("window.scrollTo(0, 0)")
         driver.save_screenshot(str(path))
-    Image.open(path).convert("RGB").quantize(128).save(path, optimize=True)
+    Image.open(path).convert("RGB").quantize(256).save(path, optimize=True)
 
 
 if __name__ == "__main__":

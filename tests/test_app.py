@@ -1,38 +1,36 @@
 """The page of `avgk app` in a real browser, and the Space that it writes."""
 
+import importlib.metadata
 import json
 import os
 import re
 import socket
 import subprocess
 import sys
+import time
 from pathlib import Path
+from types import SimpleNamespace
+from unittest import mock
 from urllib.parse import urlparse
 from urllib.request import urlopen
 
 import pytest
+import torch
 from hub_server import HubServer
 from huggingface_hub import ModelCard
 from selenium.webdriver import Keys
-from transformers import pipeline
+from transformers import TimmWrapperImageProcessor, pipeline
 
 import avgk_hf.auto  # noqa: F401
 import browser
-from avgk_hf.app import (
-    BY_COVERAGE,
-    answer,
-    build_page,
-    coverage_thresholds,
-    example_images,
-    image_scores,
-    write_space,
-)
+from avgk_hf.app import answer_html, build_page, chosen_examples, example_images, image_scores, write_space
 from avgk_hf.calibrate import calibrate, load_classifier, transform_for
 from avgk_hf.cli import main
+from avgk_hf.data.glyphs import CHARACTERS, class_name
 from avgk_hf.train import main as train
 from conftest import CLASSES, RECIPE, save_vit
 
-COVERAGE = {"lac": {"0.5": 0.3, "0.95": 0.05}}
+LONG = "1355868_Lactuca_virosa_Habl._ex_Willd."  # as the classes of Pl@ntNet-300K are called
 needs_browser = pytest.mark.skipif(
     not (browser.CHROMIUM and browser.DRIVER),
     reason="there is no chromium with chromedriver: `make browser`, or `apt-get install chromium chromium-driver`",
@@ -41,12 +39,12 @@ needs_browser = pytest.mark.skipif(
 
 @pytest.fixture(scope="module")
 def model_folder(tmp_path_factory, image_folder):
-    """A model trained for two epochs, calibrated for K = 1, 2, 3 and 4, with thresholds for two coverages."""
+    """A model trained for two epochs, calibrated for K = 1 to 4 and for two coverages; one class has a long name."""
     folder = tmp_path_factory.mktemp("app")
     (folder / "recipe.yaml").write_text(RECIPE.format(dataset=image_folder, output=folder / "trees"))
-    train([str(folder / "recipe.yaml"), "--calibrate_k", "1", "3", "4"])
+    train([str(folder / "recipe.yaml"), "--calibrate_k", "1", "3", "4", "--calibrate_coverage", "0.5", "0.9"])
     path = folder / "trees" / "config.json"
-    path.write_text(json.dumps({**json.loads(path.read_text()), "coverage": COVERAGE}))
+    path.write_text(path.read_text().replace("cedar", LONG))
     return folder / "trees"
 
 
@@ -56,11 +54,16 @@ def classify(model_folder):
 
 
 @pytest.fixture(scope="module")
-def opened(model_folder, image_folder):
-    """One server and one browser for all tests; and every address the browser has asked for."""
-    if not (browser.CHROMIUM and browser.DRIVER):
-        pytest.skip("no browser")
-    with browser.app(model_folder, "--examples", str(image_folder / "test")) as url, browser.chromium() as driver:
+def hosts(tmp_path_factory):
+    """A file with every host that the server connects to."""
+    return tmp_path_factory.mktemp("hosts") / "hosts.txt"
+
+
+@pytest.fixture(scope="module")
+def opened(model_folder, image_folder, hosts):
+    """One server and one browser for all tests."""
+    examples = ["--examples", str(image_folder / "test")]
+    with browser.app(model_folder, *examples, hosts=hosts) as url, browser.chromium() as driver:
         yield browser.Page(driver, url)
 
 
@@ -76,10 +79,7 @@ def labels(found):
 
 def shown(page):
     """Labels and scores of the set on the page."""
-    script = (
-        "return [...document.querySelectorAll('#avgk-set .in tr')].map(row => [...row.cells].map(c => c.innerText))"
-    )
-    return [(row[0], float(row[2].removeprefix("< "))) for row in page.driver.execute_script(script)]
+    return [(label, float(score.removeprefix("< "))) for label, _, score in page.rows("#avgk-set .in")]
 
 
 def slider(page):
@@ -117,10 +117,15 @@ def test_coverage_can_be_asked_for(page, classify, image_folder):
     page.await_status("for K = 2")
     page.until("#avgk-ask input[value=coverage]").send_keys(Keys.SPACE)
     page.await_status("for 50% coverage")
-    for level, words in (("0.5", "50%"), ("0.95", "95%")):
+    sizes = []
+    for level, words in ((0.5, "50%"), (0.9, "90%")):
         page.until(f"#avgk-coverage input[value='{level}']").send_keys(Keys.SPACE)
         page.await_status(f"for {words} coverage")
-        assert [label for label, _ in shown(page)] == labels(classify(str(image), lambda_val=COVERAGE["lac"][level]))
+        found = labels(classify(str(image), coverage=level))
+        assert [label for label, _ in shown(page)] == found
+        sizes.append((words, str(len(found))))
+    assert [(name, size) for name, size, *_ in page.rows("#avgk-growth tbody")] == sizes
+    assert sizes[0][1] != sizes[1][1]
     assert not page.all("#avgk-k input[type=range]") or not slider(page).is_displayed()
 
 
@@ -187,40 +192,99 @@ def test_two_visitors_do_not_meet(page, classify, image_folder):
 
 
 @needs_browser
-def test_no_request_leaves_this_machine(page):
+def test_a_long_name_stays_in_its_cell(page, image_folder):
+    page.upload(image_folder / "test" / "cedar" / "0.png")
+    page.await_status("for K = 2")
+    slider(page).send_keys(Keys.END)
+    page.await_status("for K = 4")
+    script = (
+        "return [...document.querySelectorAll(arguments[0])].map(c => [c.innerText, c.scrollWidth, c.clientWidth])"
+    )
+    try:
+        for width in (1240, 500):
+            page.driver.set_window_size(width, 900)
+            cells = page.driver.execute_script(script, ".avgk th, .avgk td")
+            assert sum(LONG in text for text, _, _ in cells) == 2  # in the set, and in its growth
+            assert [cell for cell in cells if cell[1] > cell[2]] == []
+    finally:
+        page.driver.set_window_size(1240, 900)
+
+
+@needs_browser
+def test_no_request_leaves_this_machine(page, image_folder, hosts):
     """Of this test and those before it: the log of the browser is read here for the first time."""
-    page.driver.get(page.url)
     page.until("#avgk-examples button img")
+    page.upload(image_folder / "test" / "oak" / "0.png")
+    page.await_status("for K = 2")
     requests = page.requests()
-    hosts = {urlparse(address).hostname for address in requests if address.startswith(("http", "ws"))}
-    assert hosts == {"127.0.0.1"} and len(requests) > 20
+    asked = {urlparse(address).hostname for address in requests if address.startswith(("http", "ws"))}
+    assert asked == {"127.0.0.1"} and len(requests) > 20
+    assert set(hosts.read_text().split()) == {"127.0.0.1"}  # the server asks itself, once, whether it is there
 
 
-def test_the_threshold_of_a_coverage_is_used(model_folder, image_folder):
-    model = load_classifier(str(model_folder))
-    scores = image_scores(model, transform_for(model), image_folder / "test" / "fir" / "1.png")
-    for level, lambda_val in coverage_thresholds(model.config).items():
-        text, growth = answer(model.config, scores, BY_COVERAGE, 2, level)
-        own = scores["ml"][0]
-        assert len(re.findall("data-class", text.partition('class="below"')[0])) == max((own >= lambda_val).sum(), 1)
-        assert "50%" in growth and "95%" in growth
+def scores_of(model, path):
+    return image_scores(model, transform_for(model).image(path))
+
+
+def components(page, kind):
+    """What a page tells a browser about its components of one kind."""
+    return [c["props"] for c in page.get_config_file()["components"] if c["type"] == kind]
+
+
+def test_the_coverage_of_another_head_is_not_offered(make_model):
+    model, thresholds = make_model(), {1: 0.4, 2: 0.2}
+    for head, offered in (("ml", True), ("sccp", False)):
+        record, coverage = {"head": head, "num_examples": None}, {"lac": {"0.9": 0.1, "0.5": 0.3}}
+        model.config.set_calibration(thresholds, record, head_thresholds={"ml": thresholds}, coverage=coverage)
+        ask, levels = components(build_page(model, "trees"), "radio")
+        assert ask["visible"] is offered
+        assert [level for _, level in levels["choices"]] == ([0.5, 0.9] if offered else [])
+
+
+def test_a_model_with_one_k_has_text_in_place_of_the_slider(make_model, image_folder):
+    model = make_model()
+    model.config.set_calibration({2: 0.2}, {}, coverage={"lac": {"0.9": 0.1}})
+    page = build_page(model, "trees")
+    assert not components(page, "slider")
+    assert any("K = 2 classes on average" in text["value"] for text in components(page, "html"))
+    (show,) = {function.fn for function in page.fns.values() if function.name == "show"}
+    found = scores_of(model, image_folder / "test" / "oak" / "0.png")
+    assert show(found, "average size", 2.0, 0.9) == answer_html(model.config, found, k=2)
+    assert show(found, "coverage", 2.0, 0.9) == answer_html(model.config, found, coverage=0.9)
+
+
+def test_a_set_of_thousands_is_counted_and_its_best_are_shown():
+    """In time and size that a slider can be moved with: lists instead of sets would take minutes."""
+    labels = 50_000
+    config = SimpleNamespace(
+        num_labels=labels,
+        id2label={j: f"class {j}" for j in range(labels)},
+        thresholds={"1": 0.9, "10000": 0.8, "40000": 0.2},
+    )
+    scores = {"ml": torch.arange(labels)[None] / labels}
+    start = time.monotonic()
+    text, growth = answer_html(config, scores, k=40_000)
+    assert time.monotonic() - start < 10 and len(text) + len(growth) < 100_000
+    rows = re.findall('data-class="([0-9]+)"', text)
+    assert rows == [str(labels - 1 - i) for i in range(200)] + ["9999", "9998", "9997"]
+    assert "40000 classes" in text and "and 39800 more" in text and "and 29994 more" in growth
 
 
 def test_class_names_cannot_write_to_the_page(make_model, image_folder):
     model = make_model(id2label={i: f"<script>{name}</script>" for i, name in enumerate(CLASSES)})
     model.config.set_calibration({1: 0.2, 2: 0.1}, {})
-    scores = image_scores(model, transform_for(model), image_folder / "test" / "oak" / "0.png")
-    for text in answer(model.config, scores, "average size", 2, None):
+    scores = scores_of(model, image_folder / "test" / "oak" / "0.png")
+    for text in answer_html(model.config, scores, k=2):
         assert "<script>" not in text and "&lt;script&gt;" in text
 
 
 def test_between_recorded_values_a_threshold_in_between_answers(make_model, image_folder):
     model = make_model()
     model.config.set_calibration({1: 0.2, 2: 0.1, 5: 0.05}, {})
-    scores = image_scores(model, transform_for(model), image_folder / "test" / "oak" / "0.png")
+    scores = scores_of(model, image_folder / "test" / "oak" / "0.png")
     lambda_val = model.config.threshold(4)
     assert 0.05 < lambda_val < 0.1
-    text, growth = answer(model.config, scores, "average size", 4, None)
+    text, growth = answer_html(model.config, scores, k=4)
     assert "for K = 4" in text and f"threshold {lambda_val:.4g}" in text
     assert growth.count('aria-current="true"') == 1
 
@@ -261,22 +325,64 @@ def test_any_classifier_with_thresholds_can_be_shown(splits, image_folder, tmp_p
     model = load_classifier(str(tmp_path))
     calibrate(model, splits["validation"], k=[1.5, 3])
     examples = example_images(model, image_folder / "test")
-    config = build_page(model, "vit", examples).get_config_file()
-    slider = next(c["props"] for c in config["components"] if c["type"] == "slider")
+    (slider,) = components(build_page(model, "vit", examples), "slider")
     assert (slider["minimum"], slider["maximum"], slider["value"], slider["step"]) == (1.5, 3, 1.5, 0.5)
     path, size = examples[-1]
     found = pipeline("average-k-image-classification", model=model, image_processor=str(tmp_path))(str(path), k=1.5)
     assert len(found) == size
 
 
-def test_glyphs_are_drawn_as_examples(make_model, tmp_path):
-    from avgk_hf.data.glyphs import CHARACTERS, class_name
+def test_glyphs_are_drawn_as_examples(make_model):
+    model = make_model(num_labels=120, id2label=dict(enumerate(map(class_name, CHARACTERS))), in_chans=1).eval()
+    model.config.set_calibration({2: 1 / 120}, {})  # of an untrained model: some scores lie above it, some below
+    with chosen_examples(model, None) as chosen:
+        sizes = [size for _, size in chosen]
+        assert len(chosen) == 8 and sizes == sorted(sizes) and len(set(sizes)) > 3
+        assert len({path.read_bytes() for path, _ in chosen}) == 8
+        classify = pipeline(
+            "average-k-image-classification",
+            model=model,
+            image_processor=TimmWrapperImageProcessor(model.config.pretrained_cfg),
+        )
+        assert [len(classify(str(path))) for path, _ in chosen] == sizes
+    assert not chosen[0][0].exists()
 
-    model = make_model(num_labels=120, id2label=dict(enumerate(map(class_name, CHARACTERS))), in_chans=1)
-    model.config.set_calibration({2: 0.01}, {})
-    chosen = example_images(model, None, tmp_path)
-    sizes = [size for _, size in chosen]
-    assert len(chosen) == 8 and sizes == sorted(sizes) and all(path.is_file() for path, _ in chosen)
+
+def test_examples_are_images_that_can_be_read(model_folder, image_folder, tmp_path):
+    model = load_classifier(str(model_folder))
+    good = (image_folder / "test" / "oak" / "0.png").read_bytes()
+    (tmp_path / ".hidden").mkdir()
+    for name in ("a.png", "B.PNG", "._a.png", ".hidden/a.png", "notes.txt", "report.pdf"):
+        (tmp_path / name).write_bytes(good)
+    assert {path.name for path, _ in example_images(model, tmp_path)} == {"a.png", "B.PNG"}
+    for number in range(100):  # more than are looked at
+        (tmp_path / f"b{number}.png").write_bytes(good[:60])
+    with mock.patch("avgk_hf.app.logger.warning") as warn:
+        assert {path.name for path, _ in example_images(model, tmp_path)} == {"a.png", "B.PNG"}
+    warn.assert_called_once()
+    assert "left out 100 images that cannot be read, e.g. " in warn.call_args[0][0]
+    for name in ("a.png", "B.PNG"):
+        (tmp_path / name).unlink()
+    with pytest.raises(ValueError, match="none of the 100 images can be read"):
+        example_images(model, tmp_path)
+
+
+def test_a_space_is_written_whole_or_not_at_all(model_folder, tmp_path, monkeypatch):
+    space = tmp_path / "new" / "space"
+    missing = importlib.metadata.PackageNotFoundError("avgk_hf")
+    monkeypatch.chdir(tmp_path)
+    with mock.patch("importlib.metadata.requires", side_effect=missing), pytest.raises(ImportError, match="installed"):
+        write_space(str(model_folder), space)
+    assert not space.parent.exists()
+    for name in ("shutil.copytree", "shutil.copyfile"):
+        with mock.patch(name, side_effect=OSError("no space left")), pytest.raises(OSError, match="no space left"):
+            write_space(str(model_folder), space)
+        assert list(space.parent.iterdir()) == []
+    space.mkdir()
+    monkeypatch.chdir(space)
+    write_space(str(model_folder), ".")  # an empty folder stays the one it is
+    assert {path.name for path in Path().iterdir()} == {"app.py", "avgk_hf", "model", "README.md", "requirements.txt"}
+    assert list(space.parent.iterdir()) == [space]
 
 
 def test_a_written_space_runs_by_itself(model_folder, image_folder, tmp_path):
@@ -295,7 +401,7 @@ def test_a_written_space_runs_by_itself(model_folder, image_folder, tmp_path):
 
     port = browser.free_port()
     env = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
-    env.update(GRADIO_SERVER_PORT=str(port), GRADIO_SERVER_NAME="127.0.0.1", HF_HUB_OFFLINE="1")
+    env.update(GRADIO_SERVER_PORT=str(port), GRADIO_SERVER_NAME="127.0.0.1", HF_HUB_OFFLINE="1", OMP_NUM_THREADS="1")
     url = f"http://127.0.0.1:{port}"
     with browser.running([sys.executable, str(space / "app.py")], url, env=env, cwd=tmp_path):
         with urlopen(f"{url}/config") as answered:
