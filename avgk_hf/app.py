@@ -1,38 +1,31 @@
 """The page of `avgk app`: drop an image, choose K, see the set and how it grows.
 
-    avgk app MODEL                 serves the page on this machine
-    avgk app MODEL --space DIR     writes it as a folder for a Hugging Face Space
+    avgk app MODEL
 
 Scores and sets come from the parts that `avgk predict` calls. What one visitor does stays in his session: the scores
 of the image live in a `gr.State`. The page needs nothing from other machines; a model of the Hub does, to be loaded.
 """
 
 import html
-import importlib.metadata
+import logging
 import os
-import shutil
 import socket
-import sys
 import tempfile
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
-from fnmatch import fnmatch
 from itertools import islice
 from pathlib import Path
 from typing import Any
 
 import numpy as np
-from huggingface_hub import SpaceCardData
 from PIL import Image
 from torch import Tensor
 from transformers import PreTrainedModel
-from transformers.utils import logging
 
 from .calibrate import load_classifier, model_scores, transform_for
 from .conformal import answer, check_request, stored_coverage
 from .data.glyphs import CHARACTERS, class_name, draw
-from .hub import NOT_PUSHED, PUSHED
 from .pipeline import config_score
 from .sets import calibration_record, k_key, own_k, ranked_sets, stored_head, stored_threshold
 
@@ -41,7 +34,7 @@ try:
 except ImportError as error:
     raise ImportError("the page is a Gradio app: `pip install 'avgk_hf[app]'`.") from error
 
-logger = logging.get_logger(__name__)
+logger = logging.getLogger(__name__)
 
 EXAMPLES, LOOKED_AT = 8, 64  # example images shown, and those they are chosen from
 ROWS = 200  # classes of a set that are shown; thousands would be megabytes for every step of the slider
@@ -459,7 +452,7 @@ def serve(name: str, port: int = 7860, examples: str | None = None) -> None:
     model = load_classifier(name)
     stored_threshold(model.config)
     with chosen_examples(model, examples) as chosen:
-        page = build_page(model, _title(name), chosen)
+        page = build_page(model, title_of(name), chosen)
         launch(page, chosen, server_name="127.0.0.1", server_port=port, prevent_thread_lock=True)
         print(f"http://127.0.0.1:{port} shows {name}; Ctrl-C ends it.", flush=True)
         try:
@@ -469,105 +462,6 @@ def serve(name: str, port: int = 7860, examples: str | None = None) -> None:
             page.close(verbose=False)
 
 
-def _title(name: str) -> str:
+def title_of(name: str) -> str:
+    """What to call a model: its folder, or its id on the Hub."""
     return Path(name).resolve().name if Path(name).is_dir() else name
-
-
-SPACE_APP = '''\
-"""The page of {title}, written by `avgk app`; README.md says what this folder is."""
-
-from pathlib import Path
-
-from avgk_hf.app import build_page, example_images, launch
-from avgk_hf.calibrate import load_classifier
-
-here = Path(__file__).parent
-model = load_classifier({model})
-examples = example_images(model, {examples})
-launch(build_page(model, {title!r}, examples), examples)
-'''
-SPACE_CARD = """\
----
-{front}
----
-
-# {title}
-
-Set-valued image classification: as many classes as the image needs, K on average. `app.py` shows the page, {where},
-and `avgk_hf/` is the package that computes the sets. It runs anywhere with
-`pip install -r requirements.txt && python app.py`.
-"""
-HOW_TO_PUSH = """\
-written to {folder}. To put it on the Hub, log in with `hf auth login` and run in Python:
-
-    from huggingface_hub import HfApi
-    HfApi().create_repo("USER/NAME", repo_type="space", space_sdk="gradio", exist_ok=True)
-    HfApi().upload_folder(repo_id="USER/NAME", repo_type="space", folder_path={folder!r})
-"""
-
-
-def write_space(name: str, folder: str | Path, examples: str | None = None) -> str:
-    """Write the page as a Space: app.py, requirements.txt, README.md, the package, examples, and a local model.
-
-    A model folder is copied, so that the Space works as it is; a model of the Hub stays there.
-
-    Args:
-        name: Folder or Hub id of a calibrated model.
-        folder: Where to write; must be new or empty.
-        examples: Folder of example images.
-
-    Returns:
-        How to push it.
-    """
-    folder = Path(folder)
-    if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
-        raise ValueError(f"--space {folder} exists and is not an empty folder; name a new one.")
-    try:
-        needs = [text for text in importlib.metadata.requires("avgk_hf") or [] if "extra ==" not in text]
-    except importlib.metadata.PackageNotFoundError:
-        raise ImportError(
-            "what a Space has to install is read from the installed avgk_hf, and here its files are used without:"
-            " `pip install 'avgk_hf[app]'`."
-        ) from None
-    model = load_classifier(name)
-    stored_threshold(model.config)
-    local, title = Path(name).is_dir(), _title(name)
-    front = SpaceCardData(
-        title=title,
-        sdk="gradio",
-        sdk_version=gr.__version__,
-        python_version=f"{sys.version_info.major}.{sys.version_info.minor}",
-        app_file="app.py",
-        models=None if local else [name],
-        tags=["average-k", "image-classification"],
-        short_description="As many classes as the image needs, K on average",
-    )
-    where = "`model/` holds the model" if local else f"the model is [{name}](https://huggingface.co/{name})"
-    parent, here = folder.absolute().parent, Path(__file__).parent
-    with chosen_examples(model, examples) as chosen:
-        code = SPACE_APP.format(
-            title=title,
-            model='str(here / "model")' if local else repr(name),
-            examples='here / "examples"' if chosen else "None",
-        )
-        parent.mkdir(parents=True, exist_ok=True)
-        with tempfile.TemporaryDirectory(dir=parent, prefix=".avgk-space-") as unfinished:
-            new = Path(unfinished)
-            (new / "app.py").write_text(code, encoding="utf-8")
-            (new / "README.md").write_text(
-                SPACE_CARD.format(front=front.to_yaml(), title=title, where=where), encoding="utf-8"
-            )
-            (new / "requirements.txt").write_text("\n".join([*needs, f"gradio=={gr.__version__}"]) + "\n")
-            shutil.copytree(here, new / here.name, ignore=shutil.ignore_patterns("__pycache__", "recipes"))
-            for number, (path, _) in enumerate(chosen):
-                (new / "examples").mkdir(exist_ok=True)
-                shutil.copyfile(path, new / "examples" / f"{number}{path.suffix.lower()}")
-            for path in Path(name).iterdir() if local else ():
-                kept = any(fnmatch(path.name, pattern) for pattern in PUSHED)
-                if path.is_file() and kept and not any(fnmatch(path.name, pattern) for pattern in NOT_PUSHED):
-                    (new / "model").mkdir(exist_ok=True)
-                    shutil.copyfile(path, new / "model" / path.name)
-            folder.mkdir(exist_ok=True)
-            for path in new.iterdir():  # written in full, and only renamed
-                shutil.move(path, folder / path.name)
-    return HOW_TO_PUSH.format(folder=str(folder))

@@ -333,7 +333,8 @@ def run_plot(args: argparse.Namespace) -> None:
 
 def run_app(args: argparse.Namespace) -> None:
     """`avgk app`."""
-    from .app import serve, write_space
+    from .app import serve
+    from .space import write_space
 
     if args.space:
         print(write_space(args.model, args.space, args.examples))

@@ -17,7 +17,7 @@ LAYERS = [
     {"trainer", "report"},
     {"calibrate"},
     {"app", "export", "plots"},
-    {"train"},
+    {"space", "train"},
     {"comparison", "demo", "sweep"},
     {"verdict"},
     {"compare"},

@@ -1,0 +1,118 @@
+"""The page of `avgk app` as a folder for a Hugging Face Space, ready to push.
+
+avgk app MODEL --space DIR
+"""
+
+import importlib.metadata
+import shutil
+import sys
+import tempfile
+from fnmatch import fnmatch
+from pathlib import Path
+
+from huggingface_hub import SpaceCardData
+
+from .app import chosen_examples, title_of
+from .calibrate import load_classifier
+from .hub import NOT_PUSHED, PUSHED
+from .sets import stored_threshold
+
+APP = '''\
+"""The page of {title}, written by `avgk app`; README.md says what this folder is."""
+
+from pathlib import Path
+
+from avgk_hf.app import build_page, example_images, launch
+from avgk_hf.calibrate import load_classifier
+
+here = Path(__file__).parent
+model = load_classifier({model})
+examples = example_images(model, {examples})
+launch(build_page(model, {title!r}, examples), examples)
+'''
+CARD = """\
+---
+{front}
+---
+
+# {title}
+
+Set-valued image classification: as many classes as the image needs, K on average. `app.py` shows the page, {where},
+and `avgk_hf/` is the package that computes the sets. It runs anywhere with
+`pip install -r requirements.txt && python app.py`.
+"""
+HOW_TO_PUSH = """\
+written to {folder}. To put it on the Hub, log in with `hf auth login` and run in Python:
+
+    from huggingface_hub import HfApi
+    HfApi().create_repo("USER/NAME", repo_type="space", space_sdk="gradio", exist_ok=True)
+    HfApi().upload_folder(repo_id="USER/NAME", repo_type="space", folder_path={folder!r})
+"""
+
+
+def write_space(name: str, folder: str | Path, examples: str | None = None) -> str:
+    """Write the page as a Space: app.py, requirements.txt, README.md, the package, examples, and a local model.
+
+    A model folder is copied, so that the Space works as it is; a model of the Hub stays there.
+
+    Args:
+        name: Folder or Hub id of a calibrated model.
+        folder: Where to write; must be new or empty.
+        examples: Folder of example images.
+
+    Returns:
+        How to push it.
+    """
+    folder = Path(folder)
+    if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
+        raise ValueError(f"--space {folder} exists and is not an empty folder; name a new one.")
+    try:
+        needs = [text for text in importlib.metadata.requires("avgk_hf") or [] if "extra ==" not in text]
+    except importlib.metadata.PackageNotFoundError:
+        raise ImportError(
+            "what a Space has to install is read from the installed avgk_hf, and here its files are used without:"
+            " `pip install 'avgk_hf[app]'`."
+        ) from None
+    gradio = importlib.metadata.version("gradio")
+    model = load_classifier(name)
+    stored_threshold(model.config)
+    local, title = Path(name).is_dir(), title_of(name)
+    front = SpaceCardData(
+        title=title,
+        sdk="gradio",
+        sdk_version=gradio,
+        python_version=f"{sys.version_info.major}.{sys.version_info.minor}",
+        app_file="app.py",
+        models=None if local else [name],
+        tags=["average-k", "image-classification"],
+        short_description="As many classes as the image needs, K on average",
+    )
+    where = "`model/` holds the model" if local else f"the model is [{name}](https://huggingface.co/{name})"
+    parent, here = folder.absolute().parent, Path(__file__).parent
+    with chosen_examples(model, examples) as chosen:
+        code = APP.format(
+            title=title,
+            model='str(here / "model")' if local else repr(name),
+            examples='here / "examples"' if chosen else "None",
+        )
+        parent.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryDirectory(dir=parent, prefix=".avgk-space-") as unfinished:
+            new = Path(unfinished)
+            (new / "app.py").write_text(code, encoding="utf-8")
+            (new / "README.md").write_text(
+                CARD.format(front=front.to_yaml(), title=title, where=where), encoding="utf-8"
+            )
+            (new / "requirements.txt").write_text("\n".join([*needs, f"gradio=={gradio}"]) + "\n")
+            shutil.copytree(here, new / here.name, ignore=shutil.ignore_patterns("__pycache__", "recipes"))
+            for number, (path, _) in enumerate(chosen):
+                (new / "examples").mkdir(exist_ok=True)
+                shutil.copyfile(path, new / "examples" / f"{number}{path.suffix.lower()}")
+            for path in Path(name).iterdir() if local else ():
+                kept = any(fnmatch(path.name, pattern) for pattern in PUSHED)
+                if path.is_file() and kept and not any(fnmatch(path.name, pattern) for pattern in NOT_PUSHED):
+                    (new / "model").mkdir(exist_ok=True)
+                    shutil.copyfile(path, new / "model" / path.name)
+            folder.mkdir(exist_ok=True)
+            for path in new.iterdir():  # written in full, and only renamed
+                shutil.move(path, folder / path.name)
+    return HOW_TO_PUSH.format(folder=str(folder))
