@@ -32,11 +32,11 @@ def check_labels(labels: Tensor, logits: Tensor) -> None:
             f"labels of shape {tuple(labels.shape)} and type {labels.dtype} for {batch} images: expected one class id"
             " per image. Mixed labels (mixup, cutmix) do not fit this loss; switch them off."
         )
-    inside = ((labels >= 0) & (labels < num_labels)).all()
+    lowest, highest = labels.aminmax()
     message = f"a label lies outside [0, {num_labels}), the {num_labels} classes of the model"
     if labels.device.type != "cpu" or torch.compiler.is_compiling():
-        torch._assert_async(inside, message)
-    elif not inside:
+        torch._assert_async((lowest >= 0) & (highest < num_labels), message)
+    elif lowest.item() < 0 or highest.item() >= num_labels:
         wrong = labels[(labels < 0) | (labels >= num_labels)][0].item()
         raise ValueError(f"{message}: {wrong}. Check the label column, or build the model with more classes.")
 
