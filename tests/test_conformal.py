@@ -3,6 +3,7 @@
 import importlib.util
 import json
 import math
+import re
 import sys
 import types
 from fractions import Fraction
@@ -159,6 +160,16 @@ def test_a_calibration_for_every_question_keeps_no_score_matrix():
         assert sum(math.prod(values.shape) for values in held) <= (2 * k + 8) * n < n * classes / 100
     record = stats.coverage([0.9], True, k)
     assert {"lac", "aps", "raps", "per_class"} <= set(record) and stats.curve() and stats.compute()[k]
+
+
+def test_the_record_of_many_classes_is_small():
+    """As for Pl@ntNet-300K: most of 1,081 classes are rare, and cost a number each, whatever the levels."""
+    labels = np.random.default_rng(0).zipf(1.3, 200_000)
+    labels = labels[labels <= 1081][:31_000] - 1
+    true = np.random.default_rng(1).random(len(labels), dtype=np.float32)
+    record = coverage_record(true, [0.9, 0.95, 0.99], true, labels, labels, 1081)
+    rare = sum(count < 9 for count in record["class_counts"])
+    assert len(labels) == 31_000 and rare > 500 and len(json.dumps(record)) < 32 * 1081
 
 
 # -------------------------------------------------------------------------------------------------- the guarantee
@@ -610,7 +621,7 @@ def folder(request, image_folder, tmp_path_factory):
             torch.nn.init.normal_(head.weight)
         model.save_pretrained(path)
     arguments = ["calibrate", str(path), str(image_folder), "--k", "1", "2", "4", "--coverage", "0.7", "0.9"]
-    assert main([*arguments, "--per-class"]) == 0
+    assert main([*arguments, "--per-class", "--plot", str(path.parent / "tradeoff.svg")]) == 0
     return path
 
 
@@ -647,6 +658,17 @@ def test_the_record_of_the_command(folder, scored, splits):
         assert topk == pytest.approx(np.mean(stats.column("rank") < int(k)), abs=0.04)
         if f"{k:g}" in config["thresholds"]:
             assert lambda_val == config["thresholds"][f"{k:g}"]
+
+
+def test_the_picture_of_the_trade_off(folder):
+    """Two lines, sets and top-K, with a marker for every point of the curve that is recorded."""
+    picture = (folder.parent / "tradeoff.svg").read_text()
+    for words in (f"{folder.name}, sets", f"{folder.name}, top-K", "classes in a set, mean on validation"):
+        assert words in picture
+    curve = json.loads((folder / "config.json").read_text())["calibration"]["curve"]
+    points = len(curve) + sum(float(row[0]).is_integer() for row in curve)
+    markers = re.findall(r'<g clip-path="[^"]*">(.*?)</g>', picture, re.DOTALL)  # those of ticks and legend are not
+    assert sum(group.count("<use ") for group in markers) == points
 
 
 QUESTIONS = [
