@@ -506,8 +506,8 @@ def stored_threshold(config: Any, k: float | None = None) -> float:
             "this model has no thresholds, so it cannot predict sets: calibrate it on validation images with"
             " `trainer.evaluate()`, or with `avgk calibrate MODEL DATASET`."
         )
-    k = check_k(own_k(config) if k is None else k, config.num_labels)
     check_thresholds(thresholds, config.num_labels, getattr(config, "score", "softmax"))  # only ours does by itself
+    k = check_k(own_k(config) if k is None else k, config.num_labels)
     head = getattr(config, "head", "ml")
     return head_threshold(config, _nearest_head(config, k) if head == "auto" else head, k)
 
