@@ -12,8 +12,8 @@ import os
 import socket
 import tempfile
 import time
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from itertools import islice
 from pathlib import Path
 from typing import Any
@@ -24,7 +24,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from .calibrate import load_classifier, model_scores, transform_for
-from .conformal import answer, check_request, stored_coverage
+from .conformal import answer, check_request, recorded_levels
 from .data.glyphs import CHARACTERS, class_name, draw
 from .pipeline import config_score
 from .sets import calibration_record, k_key, own_k, ranked_sets, stored_head, stored_threshold
@@ -76,17 +76,6 @@ HINT = "Drop an image, or choose one of the examples."
 def recorded_ks(config: Any) -> list[float]:
     """The average set sizes that a model is calibrated for, ascending."""
     return sorted(float(key) for key in config.thresholds)
-
-
-def coverage_levels(config: Any) -> list[float]:
-    """The coverages that a model can be asked for, ascending."""
-    record = getattr(config, "coverage", None)
-    found = []
-    for level in (record.get("lac") or {}) if isinstance(record, Mapping) else ():
-        with suppress(ValueError):  # e.g. recorded for another head than the one that answers now
-            stored_coverage(config, float(level))
-            found.append(float(level))
-    return sorted(found)
 
 
 def image_scores(model: PreTrainedModel, pixels: Tensor) -> dict[str, Tensor]:
@@ -176,7 +165,7 @@ def growth_html(config: Any, scores: dict[str, Tensor], **question: float) -> st
         question: `k` or `coverage`; the one that is marked.
     """
     ((asked, value),) = question.items()
-    known = coverage_levels(config) if asked == "coverage" else recorded_ks(config)
+    known = recorded_levels(config) if asked == "coverage" else recorded_ks(config)
     steps = sorted({*known, value})  # smallest sets first
     sets = [set_of(config, scores, **{asked: step}) for step in steps]
     most = max(map(len, sets))
@@ -294,7 +283,7 @@ def build_page(model: PreTrainedModel, name: str, examples: Sequence[tuple[Path,
     """
     config = model.config
     stored_threshold(config)  # refuses a model without
-    ks, levels, transform = recorded_ks(config), coverage_levels(config), transform_for(model)
+    ks, levels, transform = recorded_ks(config), recorded_levels(config), transform_for(model)
     own = float(own_k(config))
 
     def read(path: str | None) -> dict[str, Tensor] | str | None:

@@ -27,6 +27,7 @@ from .conformal import (
     enough_images,
     level_key,
     question_name,
+    recorded_levels,
     stored_coverage,
 )
 from .data import align_labels, prepare, skip_bad_images
@@ -261,9 +262,7 @@ def _levels(
                     f" {enough_images(level)} at least. Use more validation images or a lower coverage."
                 )
         return [level for level in levels if num_examples >= enough_images(level)]
-    record = getattr(model.config, "coverage", None) or {}
-    levels = [float(key) for key in record.get("per_class" if per_class else method) or {}]
-    levels = list(coverage) if coverage is not None else levels
+    levels = list(coverage) if coverage is not None else recorded_levels(model.config, method, per_class)
     if coverage is None and not levels and (per_class or method != "lac"):
         levels = [LEVELS[0]]  # to be refused with what is missing
     for level in levels:

@@ -38,6 +38,7 @@ Example:
 
 import math
 from collections.abc import Iterable, Mapping
+from contextlib import suppress
 from fractions import Fraction
 from typing import Any
 
@@ -46,10 +47,10 @@ import torch
 from torch import Tensor
 
 from .sets import (
-    calibration_record,
     is_number,
     predict_sets,
     ranked_mass,
+    recorded_head,
     stored_head,
     stored_threshold,
     within_bounds,
@@ -233,8 +234,8 @@ def check_coverage(record: Any, num_labels: int, kind: str) -> None:
         place = f"[{name!r}]"
         if name in numbers:
             check_number(place, part, probability=False)
-            if part < 0 or not isinstance(part, numbers[name]):
-                refuse(place, part, "must be a number >= 0, and whole but for the penalty")
+            if part < 0 or not isinstance(part, numbers[name]) or (name == "k_reg" and part > num_labels):
+                refuse(place, part, "must be a number >= 0, and whole but for the penalty; k_reg at most the classes")
         elif name == "class_counts":
             whole = isinstance(part, list) and all(type(count) is int and count >= 0 for count in part)
             if not whole or len(part) != num_labels:
@@ -246,8 +247,8 @@ def check_coverage(record: Any, num_labels: int, kind: str) -> None:
         else:
             for key, value in part.items():
                 try:
-                    check_level(float(key))
-                except (TypeError, ValueError):
+                    check_level(float(key) if isinstance(key, str) else None)
+                except ValueError:
                     reason = f"config.coverage{place} has the key {key!r}, which is no coverage level"
                     raise ValueError(f"{reason}. {AGAIN}") from None
                 inner = f"{place}[{key!r}]"
@@ -261,9 +262,8 @@ def check_coverage(record: Any, num_labels: int, kind: str) -> None:
                     refuse(f"{inner}['pooled_from']", value["pooled_from"], "must be 'rare' or 'all'")
                 if not isinstance(value["own"], Mapping):
                     refuse(f"{inner}['own']", value["own"], "must map class ids to thresholds")
-                classes = set(map(str, range(num_labels)))
                 for j, threshold in value["own"].items():
-                    if j not in classes:
+                    if not (isinstance(j, str) and j.isdecimal() and int(j) < num_labels):
                         refuse(f"{inner}['own']", {j: threshold}, "has a key that is no class")
                     check_number(f"{inner}['own'][{j!r}]", threshold, kind != "logit")
     for name, needed in (("raps", {"k_reg", "penalty"}), ("per_class", {"class_counts"})):
@@ -288,16 +288,18 @@ def stored_coverage(config: Any, coverage: float, method: str = "lac", per_class
     asked = "per_class" if per_class else method
     if isinstance(record, Mapping):  # the part that is asked for, because this is done for every image
         record = {name: part for name, part in record.items() if name == asked or not isinstance(part, Mapping)}
+        known = list(record.get(asked) or {})
+        if level in known:
+            record[asked] = {level: record[asked][level]}
     check_coverage(record, config.num_labels, kind)  # only our own config does by itself
     if method != "lac" and kind != "softmax":
         raise ValueError(f"method={method!r} sums probabilities, and score={kind!r} does not sum to 1: use 'lac'.")
-    answers = stored_head(config)
-    head = calibration_record(config).get("head", answers)
+    head, answers = recorded_head(config), stored_head(config)
     if head != answers:
         raise ValueError(f"the coverage was calibrated for head={head!r}, and now {answers!r} answers: {again}.")
     found = record.get(asked) or {}
     if level not in found:
-        known = ", ".join(sorted(found, key=float)) or "none"
+        known = ", ".join(sorted(known, key=float)) or "none"
         what = "per class" if per_class else f"with method={method!r}"
         raise ValueError(
             f"coverage={level} is not recorded {what}, only {known}: ask for one of these, or {again}. It takes"
@@ -307,6 +309,23 @@ def stored_coverage(config: Any, coverage: float, method: str = "lac", per_class
         return found[level]
     own = found[level]["own"]
     return [own.get(str(j), found[level]["pooled"]) for j in range(config.num_labels)]
+
+
+def recorded_levels(config: Any, method: str = "lac", per_class: bool = False) -> list[float]:
+    """The coverage levels that can be asked for, ascending; none where another head answers than was calibrated.
+
+    >>> from types import SimpleNamespace
+    >>> recorded_levels(SimpleNamespace(num_labels=3, coverage={"lac": {"0.95": 0.1, "0.9": 0.2}}))
+    [0.9, 0.95]
+    """
+    record = getattr(config, "coverage", None)
+    part = record.get("per_class" if per_class else method) if isinstance(record, Mapping) else None
+    found = []
+    for level in part or ():
+        with suppress(ValueError):
+            stored_coverage(config, float(level), method, per_class)
+            found.append(float(level))
+    return sorted(found)
 
 
 def check_request(

@@ -138,7 +138,7 @@ def export_onnx(
     k = own_k(config) if k is None else k
     head = stored_head(config, k)
     heads = {key: stored_head(config, float(key)) for key in config.thresholds}
-    thresholds = {key: config.thresholds[key] for key in heads if heads[key] == head}
+    thresholds = {key: stored_threshold(config, float(key)) for key in heads if heads[key] == head}
     thresholds[k_key(k)] = stored_threshold(config, k)  # also of a K in between
     thresholds = {key: thresholds[key] for key in sorted(thresholds, key=float)}
     transform = transform_for(model)

@@ -28,7 +28,7 @@ from .configuration import AvgKConfig, read_json
 from .conformal import answer, check_request
 from .densenet import densenet40_40_cifar  # noqa: F401  (so that timm knows it)
 from .pipeline import AverageKImageClassificationPipeline  # noqa: F401  (so that it travels with this file)
-from .sets import check_k, head_scores, ranked_sets
+from .sets import calibration_record, check_k, head_scores, ranked_sets, recorded_head
 
 ALIGNMENT = 64  # bytes, as torch allocates
 # what a saved model carries as remote code
@@ -371,12 +371,7 @@ class AvgKForImageClassification(PreTrainedModel):
         """Remove the SCCP head, which only training needs, and return the model."""
         if self._needed_heads() - {"ml"}:
             raise ValueError(f"the SCCP head answers for this model (head={self.config.head!r}); it must stay.")
-        self.sccp_head = None
-        self.config.sccp_head = False
-        self.config.head = "ml"
-        self.config.heads = {}
-        self.config.head_thresholds = {}
-        return self
+        return self._keep_head("ml")
 
     def drop_unused_head(self) -> "AvgKForImageClassification":
         """Remove the head that no calibrated K needs, if there is one, and return the model.
@@ -384,11 +379,23 @@ class AvgKForImageClassification(PreTrainedModel):
         Where only the SCCP head is needed, it takes the place of the ML head, so that `logits` are always those that
         answer.
         """
-        if self.sccp_head is not None and self._needed_heads() == {"sccp"}:
+        needed = self._needed_heads()
+        return self._keep_head(*needed) if needed in ({"ml"}, {"sccp"}) else self
+
+    def _keep_head(self, head: str) -> "AvgKForImageClassification":
+        """Keep one head as the ML head, with what was calibrated for it."""
+        config = self.config
+        if config.thresholds:
+            config.thresholds = {key: config.threshold(float(key)) for key in config.thresholds}
+            if recorded_head(config) != head:
+                config.coverage, config.calibration = {}, {**calibration_record(config), "curve": []}
+        if config.calibration:
+            config.calibration = {**config.calibration, "head": "ml"}
+        if head == "sccp" and self.sccp_head is not None:
             self.ml_head = self.sccp_head
-            self.config.head, self.config.heads, self.config.head_thresholds = "ml", {}, {}
-            self.config.calibration = {**(self.config.calibration or {}), "head": "ml"}
-        return self.drop_sccp_head() if self._needed_heads() == {"ml"} else self
+        self.sccp_head, config.sccp_head = None, False
+        config.head, config.heads, config.head_thresholds = "ml", {}, {}
+        return self
 
     def _needed_heads(self) -> set[str]:
         config = self.config

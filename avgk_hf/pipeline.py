@@ -85,6 +85,8 @@ class AverageKImageClassificationPipeline(Pipeline):
             question = {}
         elif coverage is None:  # another question than the pipeline's own takes its place, with what belongs to it
             question |= {"method": "lac", "per_class": False}
+        if method is not None or per_class is not None:  # so does another way to reach a coverage
+            method, per_class = method or "lac", bool(per_class)
         details = {"method": method, "per_class": per_class, "min_size": min_size, "max_size": max_size}
         details = {name: value for name, value in details.items() if value is not None}
         return {} if timeout is None else {"timeout": timeout}, {}, {**question, **details}

@@ -414,11 +414,14 @@ def within_bounds(scores: Tensor, sets: Tensor, min_size: int = 0, max_size: int
     """
     if not min_size and max_size is None:
         return sets
+    sizes = sets.sum(1)
+    bounded = sizes.clamp(min_size, scores.shape[1] if max_size is None else max_size)
+    rows = (sizes != bounded).nonzero()[:, 0]  # sorting takes far longer than all the rest
+    scores, wrong = scores[rows], sets[rows]
     order = scores.argsort(dim=1, descending=True, stable=True)
-    order = order.gather(1, sets.gather(1, order).byte().argsort(dim=1, descending=True, stable=True))
-    sizes = sets.sum(1, keepdim=True).clamp(min_size, scores.shape[1] if max_size is None else max_size)
-    inside = torch.arange(scores.shape[1], device=scores.device) < sizes
-    return torch.zeros_like(sets).scatter_(1, order, inside)
+    order = order.gather(1, wrong.gather(1, order).byte().argsort(dim=1, descending=True, stable=True))
+    inside = torch.arange(scores.shape[1], device=scores.device) < bounded[rows, None]
+    return sets.index_copy(0, rows, torch.zeros_like(wrong).scatter_(1, order, inside))
 
 
 def ranked_sets(scores: Tensor, sets: Tensor) -> list[list[int]]:
@@ -514,16 +517,14 @@ def stored_threshold(config: Any, k: float | None = None) -> float:
 
 def head_threshold(config: Any, head: str, k: float) -> float:
     """lambda_val of `k` for one of the heads, as `stored_threshold` defines it."""
-    kind, record, found = getattr(config, "score", "softmax"), calibration_record(config), {}
-    if getattr(config, "head", "ml") == "auto":
-        found = {key: value for key, value in config.thresholds.items() if config.heads[key] == head}
-    elif head == record.get("head", getattr(config, "head", "ml")):
-        found = config.thresholds
-    found = {**((getattr(config, "head_thresholds", None) or {}).get(head) or {}), **found}
+    kind, owner = getattr(config, "score", "softmax"), recorded_head(config)
+    chosen, others = getattr(config, "heads", None) or {}, getattr(config, "head_thresholds", None)
+    found = {key: value for key, value in config.thresholds.items() if chosen.get(key, owner) == head}
+    found = {**((others.get(head) or {}) if isinstance(others, Mapping) else {}), **found}
     if not found:
         raise ValueError(
-            f"the thresholds of this model are those of head={record.get('head')!r}, and none is stored for"
-            f" {head!r}: calibrate it with `avgk calibrate MODEL DATASET`."
+            f"the thresholds of this model are those of head={owner!r}, and none is stored for {head!r}: calibrate it"
+            " with `avgk calibrate MODEL DATASET`."
         )
     if k_key(k) in found:
         return float(found[k_key(k)])
@@ -535,16 +536,16 @@ def head_threshold(config: Any, head: str, k: float) -> float:
             f" [{k_key(known[0])}, {k_key(known[-1])}], or calibrate again with"
             f" `avgk calibrate MODEL DATASET --k {k_key(k)}`."
         )
-    if record.get("head", head) == head:
-        found = {**_curve_thresholds(config, record, kind), **found}
+    if owner == head:
+        found = {**_curve_thresholds(config, kind), **found}
     return _interpolated({float(key): float(value) for key, value in found.items()}, k, kind)
 
 
-def _curve_thresholds(config: Any, record: Mapping[str, Any], kind: str) -> dict[str, float]:
+def _curve_thresholds(config: Any, kind: str) -> dict[str, float]:
     """{K: lambda_val} of the trade-off curve that a calibration recorded."""
     try:
-        found = {k_key(row[0]): row[1] for row in record.get("curve") or []}
-    except (TypeError, ValueError, IndexError, KeyError):
+        found = {k_key(row[0]): row[1] for row in calibration_record(config).get("curve") or []}
+    except (TypeError, ValueError, IndexError, KeyError, OverflowError):
         raise ValueError("config.calibration['curve'] is damaged: calibrate again with `avgk calibrate`.") from None
     check_thresholds(found, config.num_labels, kind, "calibration['curve']")
     return found
@@ -568,6 +569,14 @@ def calibration_record(config: Any) -> Mapping[str, Any]:
     return record if isinstance(record, Mapping) else {}
 
 
+def recorded_head(config: Any) -> str:
+    """The head whose trade-off curve and coverages a calibration recorded: the one of the model's K at that time."""
+    chosen, head = getattr(config, "heads", None) or {}, calibration_record(config).get("head")
+    if head is None and chosen:
+        head = chosen.get(k_key(own_k(config)))
+    return head or getattr(config, "head", "ml")
+
+
 def stored_head(config: Any, k: float | None = None) -> str:
     """The head that answers for `k`; a classifier with one head answers with that.
 
@@ -582,6 +591,8 @@ def stored_head(config: Any, k: float | None = None) -> str:
 
 
 def _nearest_head(config: Any, k: float) -> str:
+    if not config.heads:
+        raise ValueError("head='auto', and no head was chosen: calibrate the model with `avgk calibrate`.")
     return config.heads[min(config.heads, key=lambda key: (abs(float(key) - k), float(key)))]
 
 

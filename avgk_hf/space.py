@@ -18,7 +18,7 @@ from .hub import NOT_PUSHED, PUSHED
 from .sets import stored_threshold
 
 APP = '''\
-"""The page of {title}, written by `avgk app`; README.md says what this folder is."""
+"""The page of a set-valued classifier, written by `avgk app`; README.md says what this folder is."""
 
 from pathlib import Path
 
@@ -96,7 +96,8 @@ def write_space(name: str, folder: str | Path, examples: str | None = None) -> s
             examples='here / "examples"' if chosen else "None",
         )
         parent.mkdir(parents=True, exist_ok=True)
-        with tempfile.TemporaryDirectory(dir=parent, prefix=".avgk-space-") as unfinished:
+        inside = folder if folder.is_dir() else parent  # an empty folder may be a volume of its own
+        with tempfile.TemporaryDirectory(dir=inside, prefix=".avgk-space-") as unfinished:
             new = Path(unfinished)
             (new / "app.py").write_text(code, encoding="utf-8")
             (new / "README.md").write_text(

@@ -31,7 +31,7 @@ from transformers.trainer_utils import (
 from transformers.utils import logging
 
 from .configuration import AvgKConfig
-from .conformal import answer, enough_images, level_key, question_name, stored_coverage
+from .conformal import answer, enough_images, level_key, question_name, recorded_levels
 from .data import class_counts
 from .data.transforms import ImageTransform
 from .hub import push_folder
@@ -363,10 +363,7 @@ class AvgKTrainer(Trainer):
                     )
             return {"mass": config.score == "softmax" and bool(args.calibrate_coverage)}
         how = {"method": args.coverage_method, "per_class": args.calibrate_per_class}
-        recorded = config.coverage.get("per_class" if how["per_class"] else how["method"], {})
-        levels = [level for level in args.calibrate_coverage if level_key(level) in recorded]
-        for level in levels:
-            stored_coverage(config, level, **how)
+        levels = [level for level in args.calibrate_coverage if level in recorded_levels(config, **how)]
         return {
             "questions": {question_name(c, **how): partial(answer, config=config, coverage=c, **how) for c in levels}
         }

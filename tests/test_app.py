@@ -4,6 +4,7 @@ import importlib.metadata
 import json
 import os
 import re
+import shutil
 import socket
 import subprocess
 import sys
@@ -380,7 +381,10 @@ def test_a_space_is_written_whole_or_not_at_all(model_folder, tmp_path, monkeypa
         assert list(space.parent.iterdir()) == []
     space.mkdir()
     monkeypatch.chdir(space)
-    write_space(str(model_folder), ".")  # an empty folder stays the one it is
+    odd = shutil.copytree(model_folder, tmp_path / 'odd"""\\N')
+    write_space(str(odd), ".")  # an empty folder stays the one it is
+    compile(Path("app.py").read_text(), "app.py", "exec")
+    assert ModelCard.load("README.md").data.title == odd.name
     assert {path.name for path in Path().iterdir()} == {"app.py", "avgk_hf", "model", "README.md", "requirements.txt"}
     assert list(space.parent.iterdir()) == [space]
 

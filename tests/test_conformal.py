@@ -22,7 +22,8 @@ from transformers import pipeline
 from avgk_hf import AvgKConfig, AvgKForImageClassification, SetSizeMonitor, load_splits
 from avgk_hf.calibrate import evaluate, load_classifier, model_scores, transform_for, watch
 from avgk_hf.cli import main
-from avgk_hf.conformal import answer, check_request, coverage_record, enough_images, level_key
+from avgk_hf.conformal import answer, check_request, coverage_record, enough_images, level_key, recorded_levels
+from avgk_hf.export import export_onnx
 from avgk_hf.model_card import render_card
 from avgk_hf.set_statistics import SetStatistics, curve_ks
 from avgk_hf.sets import average_k_threshold, ranked_mass, ranked_sets, stored_threshold
@@ -463,6 +464,55 @@ def test_another_head_does_not_get_the_thresholds_of_the_first():
         config.threshold()
 
 
+def test_a_head_that_is_set_later_gets_its_own_thresholds(make_model, tmp_path):
+    """After a choice for every K (`head="auto"`): by name, with one head dropped, and exported."""
+    chosen = {1: "ml", 2: "sccp", 5: "ml"}
+    lambdas = {"ml": {1: 0.5, 2: 0.3, 5: 0.1}, "sccp": {1: 0.45, 2: 0.2, 5: 0.02}}
+    coverage = {"num_examples": 30, "lac": {"0.9": 0.1}}
+    curve = [[1, 0.45, 1, 1, 1], [3, 0.15, 3, 1, 1], [5, 0.02, 5, 1, 1]]
+    record = {"num_examples": 30, "head": "sccp", "curve": curve}
+    own = {k: lambdas[head][k] for k, head in chosen.items()}
+
+    def model(head, record=record):
+        found = make_model(head="auto")
+        found.config.set_calibration(own, record, chosen, lambdas, coverage)
+        found.config.head = head
+        return found
+
+    for head, between in (("ml", math.exp((math.log(0.3) + math.log(0.1)) / 2)), ("sccp", 0.15)):
+        config = model(head).config
+        assert [config.threshold(k) for k in (1, 2, 5)] == list(lambdas[head].values())
+        middle = 3 if head == "sccp" else math.sqrt(10)
+        assert config.threshold(middle) == pytest.approx(between)
+        assert recorded_levels(config) == ([0.9] if head == "sccp" else [])
+        # a record of earlier versions does not name the head: it is that of the model's own K
+        old = model(head, {"num_examples": 30, "curve": curve}).config
+        assert old.threshold(middle) == pytest.approx(between)
+        report = export_onnx(model(head), tmp_path / head)
+        assert report["head"] == head and list(report["thresholds"].values()) == list(lambdas[head].values())
+        kept = model(head).drop_unused_head()
+        assert kept.sccp_head is None and kept.config.head == kept.config.calibration["head"] == "ml"
+        assert [kept.config.threshold(k) for k in (1, 2, 5)] == list(lambdas[head].values())
+        assert kept.config.threshold(middle) == pytest.approx(between)
+        assert recorded_levels(kept.config) == ([0.9] if head == "sccp" else [])
+    assert model("ml").drop_sccp_head().config.threshold(2) == 0.3
+    assert make_model(head="sccp").drop_unused_head().config.calibration is None
+    lost = make_model()
+    lost.config.set_calibration({2: 0.2}, {})
+    lost.config.head = "auto"
+    with pytest.raises(ValueError, match="head='auto', and no head was chosen: calibrate"):
+        lost.config.threshold(2)
+
+
+def test_evaluation_with_another_head_leaves_the_coverage_out(make_model, splits):
+    model = make_model()
+    evaluate(model, splits["validation"], [1, 3], calibrate=True, coverage=[0.9])
+    model.config.head = "sccp"
+    assert not any(name.startswith("coverage") for name in evaluate(model, splits["test"]))
+    with pytest.raises(ValueError, match="calibrated for head='ml', and now 'sccp' answers"):
+        evaluate(model, splits["test"], coverage=[0.9])
+
+
 def two_kinds(n, generator):
     """Clear images and ambiguous ones: lambda_val as a function of K has a bend that two points do not show."""
     logits = torch.randn(n, 100, generator=generator)
@@ -487,7 +537,7 @@ def test_the_points_of_the_curve_serve_between_the_recorded_sizes():
     monitor = SetSizeMonitor.from_config(config, 5, num_calibrated=2000)
     watch(monitor, answer(more, config, k=5).sum(1).numpy())
     assert not monitor.drifted
-    for curve in ([[1]], [[2, "x"]], [3], [[2, -1.0]]):
+    for curve in ([[1]], [[2, "x"]], [3], [[2, -1.0]], [[10**400, 0.5]]):
         config.calibration = {"curve": curve}
         with pytest.raises(ValueError, match=r"calibration\['curve'\]"):
             stored_threshold(config, 5)
@@ -580,6 +630,7 @@ def test_scores_that_do_not_sum_to_one():
         ({"class_counts": [1] * 5}, r"\['class_counts'\]"),
         ({"class_counts": [-1] * 6}, r"\['class_counts'\]"),
         ({"knn": {"0.9": 0.1}}, "unknown key 'knn'"),
+        ({"raps": {"0.9": 1.0}, "k_reg": 2**70, "penalty": 0.1}, r"\['k_reg'\]=\d+ must be"),
         ({"num_examples": True}, r"\['num_examples'\]=True"),
     ],
 )
@@ -818,6 +869,9 @@ def test_a_pipeline_keeps_its_method_for_another_level(folder, image_folder):
     plain = pipeline("average-k-image-classification", model=str(folder))
     assert ask(images, coverage=0.7) == plain(images, coverage=0.7, method="aps") != plain(images, coverage=0.7)
     assert ask(images, k=2) == plain(images, k=2)
+    assert ask(images, coverage=0.9, per_class=True) == plain(images, coverage=0.9, per_class=True)
+    ask = pipeline("average-k-image-classification", model=str(folder), coverage=0.9, per_class=True)
+    assert ask(images, method="aps") == plain(images, coverage=0.9, method="aps")
 
 
 def test_evaluation_at_a_k_in_between(make_model, splits, image_folder):
