@@ -19,12 +19,12 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from PIL import Image
 from torch import Tensor
 from transformers import PreTrainedModel
 
 from .calibrate import load_classifier, model_scores, transform_for
 from .conformal import answer, check_request, recorded_levels
+from .data import image_files
 from .data.glyphs import CHARACTERS, class_name, draw
 from .pipeline import config_score
 from .sets import calibration_record, k_key, own_k, ranked_sets, stored_head, stored_threshold
@@ -225,15 +225,7 @@ def example_images(model: PreTrainedModel, folder: str | Path | None) -> list[tu
     """
     if folder is None:
         return []
-    known = Image.registered_extensions().items()
-    suffixes = {suffix for suffix, kind in known if kind in Image.OPEN}  # the others can only be written
-    found = sorted(
-        path
-        for path in Path(folder).rglob("*")
-        if path.suffix.lower() in suffixes
-        and not any(part.startswith(".") for part in path.relative_to(folder).parts)
-        and path.is_file()
-    )
+    found = image_files(folder)
     if not found:
         reason = "holds no images" if Path(folder).is_dir() else "is no folder"
         raise ValueError(f"--examples {folder} {reason}; give a folder with PNG or JPEG files.")

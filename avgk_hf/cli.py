@@ -5,6 +5,7 @@ import json
 import os
 import sys
 from pathlib import Path
+from typing import Any
 
 from . import __version__
 from .shell import guarded, logged
@@ -37,7 +38,8 @@ def build_parser() -> argparse.ArgumentParser:
         command.add_argument("dataset", help="glyphs, a folder of images or parquet, a saved dataset, or a Hub id")
         default = "validation" if name == "calibrate" else "test"
         command.add_argument("--split", default=default, help="split of the dataset (%(default)s)")
-        command.add_argument("--k", type=float, nargs="+", default=[], help="set sizes besides the model's own")
+        sizes = "set sizes besides the model's own" + "; replace those recorded before" * (name == "calibrate")
+        command.add_argument("--k", type=float, nargs="+", default=[], help=sizes)
         levels = "to compute thresholds for (0.9 0.95 0.99)" if name == "calibrate" else "to report (all recorded)"
         command.add_argument("--coverage", type=float, nargs="+", metavar="C", help=f"coverage levels {levels}")
         command.add_argument("--per-class", action="store_true", help="coverage thresholds for each class")
@@ -64,9 +66,10 @@ def build_parser() -> argparse.ArgumentParser:
             command.add_argument("--out", help="JSON file to write the metrics to")
             command.add_argument("--method", choices=METHODS, default="lac", help="how coverage is reached (lac)")
 
-    predict = commands.add_parser("predict", help="print the predicted set of each image")
+    text = "print the predicted set of each image: as many classes as it needs, best first"
+    predict = commands.add_parser("predict", help=text, description=text)
     predict.add_argument("model", help="folder or Hub id of a model")
-    predict.add_argument("images", nargs="+", metavar="image", help="image files")
+    predict.add_argument("images", nargs="+", metavar="image", help="image files, or folders of them")
     predict.add_argument("--k", type=float, help="average set size, in the calibrated range (the model's own k)")
     predict.add_argument("--coverage", type=float, metavar="C", help="or: hold the true class in this share of images")
     predict.add_argument("--cumulative", type=float, metavar="P", help="or: the fewest classes with this probability")
@@ -77,7 +80,8 @@ def build_parser() -> argparse.ArgumentParser:
     predict.add_argument("--max-size", type=int, help="at most this many classes")
     predict.add_argument("--json", action="store_true", help="print JSON")
 
-    export = commands.add_parser("export", help="write a model as ONNX, from pixels to scores and sets")
+    text = "write a model as ONNX, from pixels to scores and sets"
+    export = commands.add_parser("export", help=text, description=text)
     export.add_argument("model", help="folder or Hub id of a calibrated model")
     export.add_argument("--onnx", action="store_true", required=True, help="the format")
     export.add_argument("--out", metavar="DIR", help="folder to write to (MODEL/onnx)")
@@ -129,7 +133,8 @@ def build_parser() -> argparse.ArgumentParser:
     plot.add_argument("runs", nargs="+", metavar="RUN", help="folders of finished `avgk train` runs")
     plot.add_argument("--out", default="runs/plots", help="folder for the pictures, PNG and SVG (%(default)s)")
 
-    app = commands.add_parser("app", help="show a calibrated model's sets on a page in the browser")
+    text = "show a calibrated model's sets on a page in the browser"
+    app = commands.add_parser("app", help=text, description=text)
     app.add_argument("model", help="folder or Hub id of a calibrated model")
     app.add_argument("--port", type=int, default=7860, help="where to listen on 127.0.0.1 (%(default)s)")
     app.add_argument("--examples", metavar="DIR", help="folder of example images (for glyphs they are drawn)")
@@ -184,6 +189,7 @@ def run_evaluate(args: argparse.Namespace) -> None:
         text = f"{args.dataset} has no column 'label' (another one is named with --label-column)"
         print(f"{text}, so only the sizes of the sets are evaluated.", file=sys.stderr)
     name = Path(args.dataset).name if Path(args.dataset).exists() else args.dataset
+    before = {"K": getattr(model.config, "thresholds", None), "coverage": describe(_coverage(model.config))}
     monitor = None if calibrate else SetSizeMonitor.from_config(model.config, *args.k[:1])
     metrics = evaluate(
         model,
@@ -222,16 +228,31 @@ def run_evaluate(args: argparse.Namespace) -> None:
             set_size_course(monitor, args.plot)
     if calibrate and not args.json:
         print(f"thresholds written to {args.out or args.model}")
-        for level, how in describe(model.config.coverage).items():
+        after = {"K": model.config.thresholds, "coverage": describe(_coverage(model.config))}
+        for level, how in after["coverage"].items():
             print(f"coverage {level}: {how}")
+        for name, found in before.items():
+            gone = [key for key in found or {} if key not in after[name]]
+            if gone:
+                print(f"{name} = {', '.join(gone)} of an earlier calibration: not recorded any more")
+        older = [name for name in ("README.md", "onnx/model.onnx") if Path(args.model, name).is_file()]
+        if older and not args.out:
+            print(f"older than these thresholds: {', '.join(older)} (`avgk card`, `avgk export` write them anew)")
     if calibrate and args.push:
         print(push_folder(args.out, args.push))
 
 
+def _coverage(config: Any) -> dict[str, Any]:
+    return getattr(config, "coverage", None) or {}
+
+
 def run_predict(args: argparse.Namespace) -> None:
     """`avgk predict`."""
+    from huggingface_hub.utils import tqdm
+
     from .calibrate import load_classifier, model_scores, transform_for
     from .conformal import answer, check_request
+    from .data import image_files
     from .sets import ranked_sets
 
     names = ("k", "coverage", "cumulative", "lambda_val", "method", "per_class", "min_size", "max_size")
@@ -239,8 +260,14 @@ def run_predict(args: argparse.Namespace) -> None:
     model = load_classifier(args.model)
     check_request(model.config, **question)
     transform = transform_for(model)
-    predictions = []
+    paths = []
     for path in args.images:
+        found = [str(file) for file in image_files(path)] if Path(path).is_dir() else [path]
+        if not found:
+            raise ValueError(f"{path} holds no images; name image files, or a folder with PNG or JPEG files.")
+        paths += found
+    predictions = []
+    for path in tqdm(paths, desc="predict", unit="image", disable=len(paths) < 20):
         scores = model_scores(model, transform.image(path)[None], args.k)  # (1, L)
         classes = ranked_sets(scores, answer(scores, model.config, **question))[0]
         found = [{"label": model.config.id2label[j], "score": scores[0, j].item()} for j in classes]

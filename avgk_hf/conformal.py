@@ -299,11 +299,11 @@ def stored_coverage(config: Any, coverage: float, method: str = "lac", per_class
         raise ValueError(f"the coverage was calibrated for head={head!r}, and now {answers!r} answers: {again}.")
     found = record.get(asked) or {}
     if level not in found:
-        known = ", ".join(sorted(known, key=float)) or "none"
         what = "per class" if per_class else f"with method={method!r}"
+        only = f", only {', '.join(sorted(known, key=float))}: ask for one of these, or" if known else ":"
         raise ValueError(
-            f"coverage={level} is not recorded {what}, only {known}: ask for one of these, or {again}. It takes"
-            f" {enough_images(coverage)} validation images at least."
+            f"coverage={level} is not recorded {what}{only} {again}. It takes {enough_images(coverage)} validation"
+            " images at least."
         )
     if not per_class:
         return found[level]

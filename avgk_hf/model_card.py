@@ -105,7 +105,9 @@ def render_card(
     split = "test" if "test" in results else "validation"
     metrics = results.get(split, {})
     ks = sorted(config.thresholds, key=float)
-    rows = [_row(k, "" if "mean_set_size@" + k not in metrics else f"@{k}", metrics) for k in ks] if metrics else []
+    suffixes = {k: f"@{k}" if f"mean_set_size@{k}" in metrics or k != own_k else "" for k in ks}
+    # a K that was calibrated after the evaluation has no results
+    rows = [_row(k, suffix, metrics) for k, suffix in suffixes.items() if f"mean_set_size{suffix}" in metrics]
     total = sum(set_sizes or [])
     shares = [(size, f"{100 * count / total:.1f}%") for size, count in enumerate(set_sizes or []) if count]
     card_data = ModelCardData(
@@ -178,7 +180,8 @@ def _eval_results(config: AvgKConfig, metrics: dict[str, float], split: str, dat
     """The results as the Hub's model-index takes them: accuracy and size for every K, and top-1."""
     wanted = []
     for k in sorted(config.thresholds, key=float):
-        suffix = f"@{k}" if f"mean_set_size@{k}" in metrics else ""
+        own = hasattr(config, "k") and k == k_key(config.k)
+        suffix = "" if own and f"mean_set_size@{k}" not in metrics else f"@{k}"
         wanted += [
             ("average_k_accuracy", suffix, f"average-{k} accuracy"),
             ("mean_set_size", suffix, f"mean set size for K = {k}"),

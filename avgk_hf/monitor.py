@@ -134,6 +134,9 @@ class SetSizeMonitor:
         }
         return cls(k, config.num_labels, **{**given, **kwargs})
 
+    def __repr__(self) -> str:
+        return f"<SetSizeMonitor: {self.message()}>"
+
     @property
     def mean(self) -> float:
         """The mean set size of the images seen; NaN before the first."""
@@ -198,12 +201,13 @@ class SetSizeMonitor:
         lower, upper = self.interval
         where = f" on {self.num_calibrated} images" if self.num_calibrated else ""
         where += f" of {self.source}" if self.source else ""
+        number = f"{self.num_images} image{'s' * (self.num_images != 1)}"
         seen = (
-            f"calibrated{where} for sets of {k_key(self.k)} classes on average; after {self.num_images} images the"
-            f" mean is {self.mean:.2f} ({100 * self.confidence:g}% interval {lower:.2f} to {upper:.2f})"
+            f"calibrated{where} for sets of {k_key(self.k)} classes on average; after {number} the mean is"
+            f" {self.mean:.2f} ({100 * self.confidence:g}% interval {lower:.2f} to {upper:.2f})"
         )
         if not self.drifted:
-            return f"no drift: {seen}."
+            return f"no drift so far: {seen}."
         return (
             f"drift: {seen}. These images differ from those of the calibration, so K and the measured accuracies do"
             " not hold for them: calibrate on images like these with `avgk calibrate MODEL DATASET`."

@@ -56,6 +56,11 @@ def test_predict_prints_sets_best_first(model_folder, image_folder, capsys):
     for item in predictions:
         scores = [found["score"] for found in item["set"]]
         assert scores == sorted(scores, reverse=True) and len(scores) >= 1
+    folder = str(image_folder / "test" / "oak")
+    capsys.readouterr()
+    assert main(["predict", str(model_folder), folder, images[0], "--json"]) == 0
+    found = [item["image"] for item in json.loads(capsys.readouterr().out)]
+    assert found == [*sorted(map(str, (image_folder / "test" / "oak").iterdir())), images[0]]
     assert main(["predict", str(model_folder), images[0], "--lambda-val", "0"]) == 0
     text = capsys.readouterr().out
     assert text.startswith(f"{images[0]}: 6 classes\n") and all(name in text for name in ("ash", "oak", "fir"))

@@ -4,6 +4,7 @@ import importlib.util
 import json
 import math
 import re
+import shutil
 import sys
 import types
 from fractions import Fraction
@@ -563,7 +564,7 @@ ASKED = SimpleNamespace(
         ({"coverage": float("nan")}, "coverage=nan must be a number"),
         ({"coverage": "0.9"}, "coverage='0.9' must be a number"),
         ({"coverage": 0.95}, r"coverage=0.95 is not recorded with method='lac', only 0.9.*--coverage 0.95`.*takes 19"),
-        ({"coverage": 0.9, "method": "raps"}, "coverage=0.9 is not recorded with method='raps', only none"),
+        ({"coverage": 0.9, "method": "raps"}, "coverage=0.9 is not recorded with method='raps': calibrate with"),
         ({"coverage": 0.9, "method": "thr"}, r"method='thr' is unknown; choose one of \['lac', 'aps', 'raps'\]"),
         ({"coverage": 0.9, "per_class": True}, r"not recorded per class.*--coverage 0.9 --per-class`"),
         ({"coverage": 0.9, "per_class": True, "method": "aps"}, "method='aps' has no thresholds per class"),
@@ -789,6 +790,33 @@ def test_commands_refuse_in_one_line(folder, image_folder, capsys):
         assert main(arguments) == 2
         error = capsys.readouterr().err.strip().splitlines()[-1]
         assert error.startswith(f"avgk {arguments[0]}: ") and message in error, error
+
+
+def test_a_calibration_says_what_it_replaces(folder, image_folder, tmp_path, capsys):
+    model = shutil.copytree(folder, tmp_path / "model")
+    (model / "README.md").write_text("a card")
+    capsys.readouterr()
+    assert main(["calibrate", str(model), str(image_folder), "--k", "1", "2", "3", "--coverage", "0.7"]) == 0
+    printed = capsys.readouterr().out
+    assert "\nK = 4 of an earlier calibration: not recorded any more\n" in printed
+    assert "\ncoverage = 0.9 of an earlier calibration: not recorded any more\n" in printed
+    assert "older than these thresholds: README.md (`avgk card`" in printed
+
+
+def test_a_card_has_no_results_for_a_k_that_was_not_evaluated(make_model):
+    model = make_model()
+    model.config.set_calibration({1: 0.3, 1.5: 0.25, 2: 0.2}, {})
+    metrics = {"top1_accuracy": 0.5}
+    for suffix in ("", "@1"):
+        names = ("average_k_accuracy", "mean_set_size", "lambda_val", "empty_sets")
+        metrics |= {f"{name}{suffix}": 0.125 for name in names}
+    card = render_card("trees", model.config, {"test": metrics}, {})
+    rows = [line.split(" | ")[0] for line in card.content.partition("## Results")[2].splitlines()]
+    assert [row for row in rows if row in ("| 1", "| 1.5", "| 2")] == ["| 1", "| 2"]
+    assert {result.metric_name for result in card.data.eval_results} == {
+        "average-1 accuracy", "average-2 accuracy", "mean set size for K = 1", "mean set size for K = 2",
+        "top-1 accuracy",
+    }  # fmt: skip
 
 
 def test_training_records_what_the_images_allow(make_trainer):

@@ -228,9 +228,14 @@ README = (ROOT / "README.md").read_text(encoding="utf-8")
 SNIPPET = next(b for b in re.findall(r"```python\n(.*?)```", README, flags=re.DOTALL) if "onnxruntime" in b)
 
 
-@pytest.mark.parametrize("size", [(32, 32), (57, 40), (33, 80)], ids=str)
-def test_the_readme_without_the_package(saved, tmp_path, capsys, size):
+@pytest.mark.parametrize(("size", "grey"), [((32, 32), True), ((57, 40), False), ((33, 80), False)], ids=str)
+def test_the_readme_without_the_package(saved, make_model, tmp_path, capsys, size, grey):
     """What the README shows, with onnxruntime, numpy and Pillow alone, gives the sets of `avgk predict`."""
+    if grey:
+        model = make_model(model_args={"in_chans": 1})
+        model.config.set_calibration({2: 0.17}, {})
+        saved = tmp_path / "grey"
+        model.save_pretrained(saved)
     assert main(["export", str(saved), "--onnx", "--out", str(tmp_path / "runs/plants/onnx")]) == 0
     noise = np.random.default_rng(0).integers(0, 255, (8, 8, 3), dtype=np.uint8)
     Image.fromarray(noise).resize(size, Image.Resampling.BICUBIC).save(tmp_path / "image.jpg", quality=95)

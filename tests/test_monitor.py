@@ -120,7 +120,9 @@ def test_warns_once_and_says_what_to_do(caplog):
     rng = np.random.default_rng(6)
     monitor = SetSizeMonitor(5, 1081, num_calibrated=2000, source="trees")
     monitor.update(rng.geometric(1 / 5, 500))
-    assert not caplog.records and monitor.message().startswith("no drift: calibrated on 2000 images of trees for sets")
+    assert not caplog.records and monitor.message().startswith(
+        "no drift so far: calibrated on 2000 images of trees for sets"
+    )
     monitor = SetSizeMonitor(5, 1081, num_calibrated=2000, source="trees")
     with caplog.at_level(logging.WARNING):
         for _ in range(20):
@@ -275,7 +277,7 @@ def test_evaluate_says_the_interval(saved, image_folder, tmp_path, capsys):
     picture = tmp_path / "course.svg"
     assert main(["evaluate", str(saved), str(image_folder), "--plot", str(picture)]) == 0
     printed = capsys.readouterr().out
-    assert "no drift: calibrated on 30 images of trees for sets of 2 classes" in printed
+    assert "no drift so far: calibrated on 30 images of trees for sets of 2 classes" in printed
     assert "average_k_accuracy " in printed and "<svg" in picture.read_text()
     assert main(["evaluate", str(saved), str(image_folder), "--json"]) == 0
     metrics = json.loads(capsys.readouterr().out)

@@ -81,7 +81,10 @@ def _load_splits(
         if isinstance(error, IndexError) or (isinstance(error, ValueError) and "no data" in str(error)):
             raise ValueError(f"dataset {dataset!r} is empty.") from None
         if not folder.is_dir() and not isinstance(error, DatasetGenerationError):
-            raise  # the Hub's own errors say what is missing
+            reason = " ".join(str(error).split())
+            raise OSError(
+                f"there is no folder {dataset!r} here, and as a Hub id it cannot be loaded ({reason}): check the name."
+            ) from error
         reason = " ".join(str(error.__cause__ or error).split()) or type(error).__name__
         raise ValueError(f"dataset {dataset!r} cannot be read ({reason}): is a file empty or broken?") from error
     if isinstance(splits, Dataset):
@@ -132,7 +135,7 @@ def _check_columns(splits: DatasetDict, dataset: str, columns: dict[str, str]) -
                 hint = " Images in one folder per class, `train/<class>/x.jpg`, give it." if option[0] == "l" else ""
                 raise ValueError(
                     f"dataset {dataset!r}, split {name!r} has no column {column!r}; it has {split.column_names}. Name"
-                    f" the right one with `{option}:`.{hint}"
+                    f" the right one with `{option}:` in a recipe, `--{option.replace('_', '-')}` for a command.{hint}"
                 )
         if len(split) == 0:
             raise ValueError(f"dataset {dataset!r}, split {name!r} is empty.")

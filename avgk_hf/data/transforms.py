@@ -3,11 +3,13 @@
 import random
 from collections.abc import Iterator
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
 from datasets import Dataset, Image
+from PIL import Image as Pillow
 from timm.data.transforms import CenterCropOrPad
 from torchvision import transforms as tv
 from transformers import TimmWrapperImageProcessor
@@ -156,3 +158,16 @@ def prepare(dataset: Dataset, config: Any, augmentation: str = "none", keep: boo
         if (repr(held.transform), held.mode) == (repr(transform.transform), transform.mode):
             return dataset
     return dataset.cast_column("image", Image(decode=False)).with_transform(transform)
+
+
+def image_files(folder: str | Path) -> list[Path]:
+    """The files below a folder that Pillow can open, in order of their names; hidden ones are left out."""
+    known = Pillow.registered_extensions().items()
+    suffixes = {suffix for suffix, kind in known if kind in Pillow.OPEN}  # the others can only be written
+    return sorted(
+        path
+        for path in Path(folder).rglob("*")
+        if path.suffix.lower() in suffixes
+        and not any(part.startswith(".") for part in path.relative_to(folder).parts)
+        and path.is_file()
+    )
