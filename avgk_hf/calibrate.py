@@ -41,6 +41,9 @@ from .sets import check_k, check_thresholds, k_key, predict_sets, score, stored_
 from .trainer import AvgKTrainer
 from .training_args import AvgKTrainingArguments
 
+# what the Trainer says besides about its own work
+TIMES = ("runtime", "samples_per_second", "steps_per_second", "model_preparation_time", "epoch")
+
 
 def load_classifier(name: str) -> PreTrainedModel:
     """An image classifier of any class: a saved folder, a Hub id, or a timm name whose weights are on the Hub."""
@@ -208,7 +211,8 @@ def evaluate(
         )
         metrics = trainer.evaluate(calibrate=calibrate)
         seen = {} if monitor is None else watch(monitor, trainer.statistics(monitor.k).set_sizes(monitor.k))
-    return {**{name.removeprefix("eval_"): value for name, value in metrics.items()}, **seen, **skipped}
+    metrics = {name.removeprefix("eval_"): value for name, value in metrics.items()}
+    return {**{name: value for name, value in metrics.items() if name not in TIMES}, **seen, **skipped}
 
 
 def watch(monitor: SetSizeMonitor, sizes: np.ndarray) -> dict[str, float]:

@@ -11,6 +11,11 @@ from . import __version__
 from .shell import guarded, logged
 
 METHODS = ("lac", "aps", "raps")  # of coverage; conformal.py knows them too, but imports torch
+BAD_IMAGES = {
+    "choices": ("error", "skip"),
+    "default": "error",
+    "help": "refuse an image that cannot be read, or leave it out and say so (%(default)s)",
+}
 
 
 def build_parser() -> argparse.ArgumentParser:
@@ -50,12 +55,7 @@ def build_parser() -> argparse.ArgumentParser:
         command.add_argument("--label-column", default="label", help="column that holds the classes (%(default)s)")
         command.add_argument("--validation-per-class", type=int, help="take so many images of each class from train")
         command.add_argument("--split-seed", type=int, default=0, help="which of them, as in training (%(default)s)")
-        command.add_argument(
-            "--on-bad-image",
-            choices=("error", "skip"),
-            default="error",
-            help="refuse an image that cannot be read, or leave it out and count it (%(default)s)",
-        )
+        command.add_argument("--on-bad-image", **BAD_IMAGES)
         command.add_argument("--json", action="store_true", help="print the metrics as JSON")
         shown = "size against coverage" if name == "calibrate" else "the mean set size and its interval"
         command.add_argument("--plot", metavar="FILE", help=f"picture of {shown}, PNG or SVG")
@@ -78,6 +78,7 @@ def build_parser() -> argparse.ArgumentParser:
     predict.add_argument("--per-class", action="store_true", help="reach the coverage in every class")
     predict.add_argument("--min-size", type=int, default=1, help="at least this many classes (%(default)s)")
     predict.add_argument("--max-size", type=int, help="at most this many classes")
+    predict.add_argument("--on-bad-image", **BAD_IMAGES)
     predict.add_argument("--json", action="store_true", help="print JSON")
 
     text = "write a model as ONNX, from pixels to scores and sets"
@@ -268,7 +269,14 @@ def run_predict(args: argparse.Namespace) -> None:
         paths += found
     predictions = []
     for path in tqdm(paths, desc="predict", unit="image", disable=len(paths) < 20):
-        scores = model_scores(model, transform.image(path)[None], args.k)  # (1, L)
+        try:
+            pixels = transform.image(path)
+        except (OSError, ValueError) as error:
+            if args.on_bad_image == "error":
+                raise
+            print(f"left out: {error}", file=sys.stderr)
+            continue
+        scores = model_scores(model, pixels[None], args.k)  # (1, L)
         classes = ranked_sets(scores, answer(scores, model.config, **question))[0]
         found = [{"label": model.config.id2label[j], "score": scores[0, j].item()} for j in classes]
         predictions.append({"image": path, "set": found})

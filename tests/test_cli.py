@@ -61,6 +61,10 @@ def test_predict_prints_sets_best_first(model_folder, image_folder, capsys):
     assert main(["predict", str(model_folder), folder, images[0], "--json"]) == 0
     found = [item["image"] for item in json.loads(capsys.readouterr().out)]
     assert found == [*sorted(map(str, (image_folder / "test" / "oak").iterdir())), images[0]]
+    assert main(["predict", str(model_folder), "broken.png", images[0], "--on-bad-image", "skip", "--json"]) == 0
+    printed = capsys.readouterr()
+    assert [item["image"] for item in json.loads(printed.out)] == [images[0]]
+    assert "left out: broken.png: there is no such file" in printed.err
     assert main(["predict", str(model_folder), images[0], "--lambda-val", "0"]) == 0
     text = capsys.readouterr().out
     assert text.startswith(f"{images[0]}: 6 classes\n") and all(name in text for name in ("ash", "oak", "fir"))
@@ -190,3 +194,9 @@ def test_what_is_printed_can_be_logged(model_folder, image_folder, tmp_path, cap
     assert log.read_text().splitlines()[-1].startswith(f"avgk card: {tmp_path} holds no results.json")
     assert main(["--log", str(tmp_path), "card", str(model_folder)]) == 2
     assert f"nothing can be logged to {tmp_path}" in capsys.readouterr().err
+
+
+def test_the_parser_knows_the_methods_without_torch():
+    from avgk_hf import cli, conformal
+
+    assert cli.METHODS == conformal.METHODS
