@@ -109,6 +109,7 @@ def test_evaluate_and_calibrate(model_folder, image_folder, tmp_path, capsys):
         (["predict", "IMAGES", "IMAGE"], "holds no config.json"),
         (["evaluate", "MODEL", "IMAGES", "--split", "dev"], "has no split 'dev'"),
         (["evaluate", "MODEL", "IMAGES", "--k", "4"], "no threshold is stored for k=4"),
+        (["evaluate", "MODEL", "my_pants"], "there is no folder 'my_pants' here, and as a Hub id"),
         (["train", "nowhere.yaml"], "there is no recipe 'nowhere.yaml'"),
         (["train"], "name a recipe"),
     ],
