@@ -164,7 +164,6 @@ def run_train(args: argparse.Namespace) -> None:
 def run_evaluate(args: argparse.Namespace) -> None:
     """`avgk evaluate` and `avgk calibrate`."""
     from .calibrate import evaluate, load_classifier, save_classifier, write_thresholds
-    from .conformal import describe
     from .data import load_splits
     from .hub import push_folder
     from .monitor import SetSizeMonitor
@@ -190,7 +189,7 @@ def run_evaluate(args: argparse.Namespace) -> None:
         text = f"{args.dataset} has no column 'label' (another one is named with --label-column)"
         print(f"{text}, so only the sizes of the sets are evaluated.", file=sys.stderr)
     name = Path(args.dataset).name if Path(args.dataset).exists() else args.dataset
-    before = {"K": getattr(model.config, "thresholds", None), "coverage": describe(_coverage(model.config))}
+    before = _recorded(model.config)
     monitor = None if calibrate else SetSizeMonitor.from_config(model.config, *args.k[:1])
     metrics = evaluate(
         model,
@@ -229,22 +228,32 @@ def run_evaluate(args: argparse.Namespace) -> None:
             set_size_course(monitor, args.plot)
     if calibrate and not args.json:
         print(f"thresholds written to {args.out or args.model}")
-        after = {"K": model.config.thresholds, "coverage": describe(_coverage(model.config))}
-        for level, how in after["coverage"].items():
-            print(f"coverage {level}: {how}")
-        for name, found in before.items():
-            gone = [key for key in found or {} if key not in after[name]]
-            if gone:
-                print(f"{name} = {', '.join(gone)} of an earlier calibration: not recorded any more")
-        older = [name for name in ("README.md", "onnx/model.onnx") if Path(args.model, name).is_file()]
-        if older and not args.out:
-            print(f"older than these thresholds: {', '.join(older)} (`avgk card`, `avgk export` write them anew)")
+        _say_what_changed(before, _recorded(model.config), None if args.out else Path(args.model))
     if calibrate and args.push:
         print(push_folder(args.out, args.push))
 
 
-def _coverage(config: Any) -> dict[str, Any]:
-    return getattr(config, "coverage", None) or {}
+def _recorded(config: Any) -> dict[str, dict[str, Any]]:
+    """What a config can be asked for."""
+    from .conformal import describe
+
+    return {
+        "K": getattr(config, "thresholds", None) or {},
+        "coverage": describe(getattr(config, "coverage", None) or {}),
+    }
+
+
+def _say_what_changed(before: dict[str, dict], after: dict[str, dict], folder: Path | None) -> None:
+    """The coverages of a calibration, what it replaced, and what in the model's folder is older than it."""
+    for level, how in after["coverage"].items():
+        print(f"coverage {level}: {how}")
+    for name, found in before.items():
+        gone = [key for key in found if key not in after[name]]
+        if gone:
+            print(f"{name} = {', '.join(gone)} of an earlier calibration: not recorded any more")
+    older = [name for name in ("README.md", "onnx/model.onnx") if folder and (folder / name).is_file()]
+    if older:
+        print(f"older than these thresholds: {', '.join(older)} (`avgk card`, `avgk export` write them anew)")
 
 
 def run_predict(args: argparse.Namespace) -> None:

@@ -363,7 +363,8 @@ class AvgKTrainer(Trainer):
                     )
             return {"mass": config.score == "softmax" and bool(args.calibrate_coverage)}
         how = {"method": args.coverage_method, "per_class": args.calibrate_per_class}
-        levels = [level for level in args.calibrate_coverage if level in recorded_levels(config, **how)]
+        recorded = recorded_levels(config, **how)
+        levels = [level for level in args.calibrate_coverage if level in recorded]
         return {
             "questions": {question_name(c, **how): partial(answer, config=config, coverage=c, **how) for c in levels}
         }
