@@ -2,13 +2,17 @@ VENV ?= .venv
 PYTHON ?= python3
 PY := "$(VENV)/bin/python"
 
-.PHONY: demo test lint bench docs browser clean
+.PHONY: demo test test-portable lint bench docs browser clean
 
 demo: $(VENV)/installed
 	$(PY) -m avgk_hf.cli demo
 
 test: $(VENV)/installed
 	$(PY) -m pytest --numprocesses 2 --dist loadfile
+
+# every test that trains or compares numbers, computed as other processors compute
+test-portable: $(VENV)/installed
+	$(PY) -m benchmarks.processors $(PY) -m pytest -m numbers --numprocesses 2 --dist loadfile
 
 lint: $(VENV)/installed
 	$(PY) -m ruff check .

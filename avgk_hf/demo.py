@@ -11,6 +11,15 @@ from .sets import k_key
 from .train import parse_recipe, run
 
 OBJECTIVES = {"ce": "CE", "avgk": "AVG-K"}
+# what the table shows, and what it is multiplied by
+COLUMNS = {
+    "average_k_accuracy": 100,
+    "mean_set_size": 1,
+    "top1_accuracy": 100,
+    "few_shot_accuracy": 100,
+    "medium_shot_accuracy": 100,
+    "many_shot_accuracy": 100,
+}
 
 
 def find_recipe(name: str) -> Path:
@@ -22,20 +31,17 @@ def find_recipe(name: str) -> Path:
     raise FileNotFoundError(f"there is no recipe {name!r} beside the package; reinstall avgk_hf.")
 
 
+def column_names(k: float) -> list[str]:
+    """The headings of `COLUMNS`."""
+    return [f"average-{k_key(k)} accuracy", "mean set size", "top-1", "few shot", "medium shot", "many shot"]
+
+
 def table(results: dict[str, dict[str, Any]]) -> str:
     """Test results of several runs as a Markdown table."""
-    k = k_key(next(iter(results.values()))["k"])
-    columns = {
-        f"average-{k} accuracy": ("average_k_accuracy", 100),
-        "mean set size": ("mean_set_size", 1),
-        "top-1": ("top1_accuracy", 100),
-        "few shot": ("few_shot_accuracy", 100),
-        "medium shot": ("medium_shot_accuracy", 100),
-        "many shot": ("many_shot_accuracy", 100),
-    }
+    columns = column_names(next(iter(results.values()))["k"])
     lines = ["| | " + " | ".join(columns) + " |", "|---" * (len(columns) + 1) + "|"]
     for name, result in results.items():
-        values = [(result["test"].get(metric), scale) for metric, scale in columns.values()]
+        values = [(result["test"].get(metric), scale) for metric, scale in COLUMNS.items()]
         cells = ["–" if value is None else f"{scale * value:.2f}" for value, scale in values]
         lines.append(f"| {name} | " + " | ".join(cells) + " |")
     return "\n".join(lines)

@@ -2,6 +2,7 @@
 
 import os
 import signal
+from pathlib import Path
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("HF_DATASETS_OFFLINE", "1")
@@ -9,14 +10,17 @@ os.environ.setdefault("HF_DATASETS_OFFLINE", "1")
 import numpy as np
 import pytest
 import torch
+from filelock import FileLock
 from PIL import Image
 from transformers import ViTConfig, ViTForImageClassification, ViTImageProcessor
 
 from avgk_hf import AvgKForImageClassification, AvgKTrainer, AvgKTrainingArguments, load_splits, prepare
+from avgk_hf.cli import main
 
 # a shell ignores Ctrl-C for what it runs in the background, and so would every process that the tests start
 signal.signal(signal.SIGINT, signal.default_int_handler)
-torch.set_num_threads(1)  # the models are tiny, and threads only wait for each other
+# the models are tiny, and threads only wait for each other; `make test-portable` asks for more
+torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS", "1")))
 
 CLASSES = ["ash", "beech", "cedar", "elm", "fir", "oak"]
 
@@ -49,14 +53,40 @@ def save_vit(folder) -> None:
     ViTImageProcessor(size={"height": 32, "width": 32}).save_pretrained(folder)
 
 
+def made_once(tmp_path_factory, name, make) -> Path:
+    """A folder that the first process of a test run makes and all of them read; tests change copies of it."""
+    shared = tmp_path_factory.getbasetemp()
+    if "PYTEST_XDIST_WORKER" in os.environ:  # each worker has a folder of its own inside that of the run
+        shared = shared.parent
+    with FileLock(shared / f"{name}.lock"):
+        if not (shared / f"{name}.done").exists():
+            make(shared / name)
+            (shared / f"{name}.done").touch()
+    return shared / name
+
+
 @pytest.fixture(scope="session")
 def image_folder(tmp_path_factory):
     """An image folder with 6 classes: 72 training, 30 validation and 30 test images."""
-    folder = tmp_path_factory.mktemp("trees")
-    write_images(folder / "train", dict(zip(CLASSES, [30, 14, 10, 8, 6, 4], strict=True)), seed=0)
-    write_images(folder / "validation", dict.fromkeys(CLASSES, 5), seed=1)
-    write_images(folder / "test", dict.fromkeys(CLASSES, 5), seed=2)
-    return folder
+
+    def make(folder):
+        write_images(folder / "train", dict(zip(CLASSES, [30, 14, 10, 8, 6, 4], strict=True)), seed=0)
+        write_images(folder / "validation", dict.fromkeys(CLASSES, 5), seed=1)
+        write_images(folder / "test", dict.fromkeys(CLASSES, 5), seed=2)
+
+    return made_once(tmp_path_factory, "trees", make)
+
+
+@pytest.fixture(scope="session")
+def trained_run(tmp_path_factory, image_folder):
+    """A finished run of two epochs with two checkpoints, calibrated for K = 1, 2 and 3."""
+
+    def make(folder):
+        folder.mkdir()
+        (folder / "recipe.yaml").write_text(RECIPE.format(dataset=image_folder, output=folder / "run"))
+        assert main(["train", str(folder / "recipe.yaml")]) == 0
+
+    return made_once(tmp_path_factory, "trained", make) / "run"
 
 
 @pytest.fixture(scope="session")

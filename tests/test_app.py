@@ -29,8 +29,7 @@ from avgk_hf.calibrate import calibrate, load_classifier, transform_for
 from avgk_hf.cli import main
 from avgk_hf.data.glyphs import CHARACTERS, class_name
 from avgk_hf.space import write_space
-from avgk_hf.train import main as train
-from conftest import CLASSES, RECIPE, save_vit
+from conftest import CLASSES, save_vit
 
 LONG = "1355868_Lactuca_virosa_Habl._ex_Willd."  # as the classes of Pl@ntNet-300K are called
 needs_browser = pytest.mark.skipif(
@@ -40,14 +39,16 @@ needs_browser = pytest.mark.skipif(
 
 
 @pytest.fixture(scope="module")
-def model_folder(tmp_path_factory, image_folder):
-    """A model trained for two epochs, calibrated for K = 1 to 4 and for two coverages; one class has a long name."""
-    folder = tmp_path_factory.mktemp("app")
-    (folder / "recipe.yaml").write_text(RECIPE.format(dataset=image_folder, output=folder / "trees"))
-    train([str(folder / "recipe.yaml"), "--calibrate_k", "1", "3", "4", "--calibrate_coverage", "0.5", "0.9"])
-    path = folder / "trees" / "config.json"
+def model_folder(trained_run, tmp_path_factory, image_folder):
+    """A trained model, calibrated for K = 1 to 4 and for two coverages; one class has a long name."""
+    folder = shutil.copytree(
+        trained_run, tmp_path_factory.mktemp("app") / "trees", ignore=shutil.ignore_patterns("checkpoint-*")
+    )
+    asked = ["--k", "1", "3", "4", "--coverage", "0.5", "0.9"]
+    assert main(["calibrate", str(folder), str(image_folder), *asked]) == 0
+    path = folder / "config.json"
     path.write_text(path.read_text().replace("cedar", LONG))
-    return folder / "trees"
+    return folder
 
 
 @pytest.fixture(scope="module")

@@ -1,6 +1,7 @@
 """The commands as a user types them."""
 
 import json
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -14,15 +15,11 @@ ROOT = Path(__file__).parent.parent
 
 
 @pytest.fixture(scope="module")
-def model_folder(tmp_path_factory, image_folder):
-    """A model trained for one epoch and calibrated for K = 1, 2 and 3."""
-    from avgk_hf.train import main as train
-    from conftest import RECIPE
-
-    folder = tmp_path_factory.mktemp("cli")
-    (folder / "recipe.yaml").write_text(RECIPE.format(dataset=image_folder, output=folder / "run"))
-    train([str(folder / "recipe.yaml"), "--num_train_epochs", "1"])
-    return folder / "run"
+def model_folder(trained_run, tmp_path_factory):
+    """A trained model, calibrated for K = 1, 2 and 3."""
+    return shutil.copytree(
+        trained_run, tmp_path_factory.mktemp("cli") / "run", ignore=shutil.ignore_patterns("checkpoint-*")
+    )
 
 
 def test_help_and_version_load_nothing_heavy():

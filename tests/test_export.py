@@ -89,20 +89,25 @@ def run(graph, pixels, lambda_val, batch_size):
 
 
 def test_the_same_sets_as_torch(exported):
-    """For every image, K and batch size; no score is so near to a threshold that rounding could decide."""
+    """For every image, K and batch size: torch's scores up to rounding, and the rule applied to the graph's own.
+
+    Which of two equally good classes stands at a threshold is a matter of rounding, and so of the processor; that the
+    sets follow from the scores is not.
+    """
     model, pixels, scores, folder, _ = exported
     graph = session(folder / "model.onnx")
     for k in KS:
         lambda_val = model.config.threshold(k)
-        expected = predict_sets(scores, lambda_val, min_size=1)
-        assert expected.sum(1).unique().numel() > 1  # sets of several sizes
         for batch_size in (1, 7, 64) if k == 2 else (64,):
             found, sets = run(graph, pixels, lambda_val, batch_size)
             assert (found.dtype, sets.dtype, found.shape) == (np.float32, bool, tuple(scores.shape))
-            difference = np.abs(found - scores.numpy()).max()
-            assert difference < 1e-5
-            assert difference < (scores - lambda_val).abs().min(), "rounding could decide: choose another seed"
-            assert np.array_equal(sets, expected.numpy())
+            assert np.abs(found - scores.numpy()).max() < 1e-5
+            assert np.array_equal(sets, predict_sets(torch.from_numpy(found), lambda_val, min_size=1).numpy())
+            assert len(set(sets.sum(1))) > 1  # sets of several sizes
+            undecided = (scores - lambda_val).abs() < 1e-5
+            plain = predict_sets(torch.from_numpy(found), lambda_val)
+            assert ((plain == predict_sets(scores, lambda_val)) | undecided).all()
+            assert undecided.float().mean() < 0.01  # of nearly all classes the graph decides as torch does
     assert (scores.amax(1) < model.config.threshold(1)).any()  # empty sets got their best class
 
 
@@ -149,7 +154,7 @@ def test_torch_export_of_the_same_graph(exported):
     for size in (1, 7, 64):
         found, sets = program.module()(pixels[:size], lambda_val)
         assert torch.allclose(found, scores[:size], atol=1e-5)
-        assert torch.equal(sets, predict_sets(scores[:size], lambda_val.item(), min_size=1))
+        assert torch.equal(sets, predict_sets(found, lambda_val.item(), min_size=1))
     assert model.sccp_head is not None and model.ml_head.weight.requires_grad  # a copy was exported
 
 
@@ -165,7 +170,7 @@ def test_graph_follows_head_and_score(make_model, tmp_path, head, kind):
     expected = model.scores(pixels)
     found, sets = run(session(tmp_path / "model.onnx"), pixels, lambda_val, 16)
     assert np.allclose(found, expected.numpy(), atol=1e-5) and report["largest_difference"] < 1e-5
-    assert np.array_equal(sets, predict_sets(expected, lambda_val, min_size=1).numpy())
+    assert np.array_equal(sets, predict_sets(torch.from_numpy(found), lambda_val, min_size=1).numpy())
 
 
 def test_a_k_in_between_is_written_too(make_model, tmp_path):

@@ -19,7 +19,7 @@ from transformers import AutoModelForImageClassification, EarlyStoppingCallback,
 
 from avgk_hf import AvgKConfig, AvgKForImageClassification, AvgKTrainingArguments, prepare, runs
 from avgk_hf.cli import main
-from conftest import RECIPE, save_vit
+from conftest import save_vit
 
 # imports once and runs every command it is given in a process of its own, which can be killed like any other
 DRIVER = """
@@ -85,18 +85,9 @@ def command(environment):
         driver.stdin.close()
 
 
-@pytest.fixture(scope="module")
-def trained(tmp_path_factory, image_folder):
-    """A finished run with two checkpoints, made once; tests damage copies of it."""
-    folder = tmp_path_factory.mktemp("faults")
-    (folder / "recipe.yaml").write_text(RECIPE.format(dataset=image_folder, output=folder / "run"))
-    assert main(["train", str(folder / "recipe.yaml")]) == 0
-    return folder / "run"
-
-
 @pytest.fixture
-def model_folder(trained, tmp_path):
-    return shutil.copytree(trained, tmp_path / "copy", ignore=shutil.ignore_patterns("checkpoint-*"))
+def model_folder(trained_run, tmp_path):
+    return shutil.copytree(trained_run, tmp_path / "copy", ignore=shutil.ignore_patterns("checkpoint-*"))
 
 
 def often(**fields):
@@ -261,7 +252,7 @@ class Bomb:
 
 
 @pytest.mark.parametrize("as_zip", [True, False])
-def test_no_pickle_is_ever_run(as_zip, trained, make_trainer, make_model, tmp_path):
+def test_no_pickle_is_ever_run(as_zip, trained_run, make_trainer, make_model, tmp_path):
     marker = tmp_path / "marker"
     pickle.loads(pickle.dumps(Bomb(marker))).close()
     assert marker.exists(), "the bomb does not work: this test shows nothing"
@@ -270,7 +261,7 @@ def test_no_pickle_is_ever_run(as_zip, trained, make_trainer, make_model, tmp_pa
     def plant(path):
         torch.save({"state": Bomb(marker)}, path) if as_zip else path.write_bytes(pickle.dumps(Bomb(marker)))
 
-    run = shutil.copytree(trained, tmp_path / "run")
+    run = shutil.copytree(trained_run, tmp_path / "run")
     last = runs.last_checkpoint(run)
     for name in ("optimizer.pt", "scheduler.pt", "rng_state.pth", "scaler.pt"):
         whole = (last / name).read_bytes() if (last / name).exists() else None

@@ -91,10 +91,10 @@ def test_predict_works_without_labels(make_trainer, splits):
     assert output.label_ids is None
 
 
-def test_evaluation_never_holds_the_score_matrix(make_model, splits):
+def test_evaluation_never_holds_the_score_matrix(make_model, splits, tmp_path):
     """With 2,000 classes and K = 1, what is kept is a small part of n x L."""
     model = make_model(num_labels=2000, k=1)
-    args = AvgKTrainingArguments("unused", per_device_eval_batch_size=3, disable_tqdm=True)
+    args = AvgKTrainingArguments(str(tmp_path), per_device_eval_batch_size=3, disable_tqdm=True)
     trainer = AvgKTrainer(model, args, eval_dataset=prepare(splits["validation"], model.config))
     trainer.evaluate()
     statistics = trainer.statistics()
