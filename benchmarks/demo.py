@@ -60,9 +60,7 @@ def main() -> None:
             path.write_text(json.dumps(runs, indent=1) + "\n")
     text = table(runs, k=3)
     (args.out / "table.md").write_text(text + "\n")
-    print(
-        f"\n{text}\n\nmean (lowest to highest) of {len(runs)} runs"
-    )
+    print(f"\n{text}\n\nmean (lowest to highest) of {len(runs)} runs")
 
 
 if __name__ == "__main__":

@@ -67,14 +67,18 @@ class HubServer:
     token = "hf_" + "loopback" * 4
 
     def __init__(self) -> None:
+        self.lock = threading.Lock()
+        self.clear()
+        self._http = ThreadingHTTPServer(("127.0.0.1", 0), _Handler)
+        self._http.hub = self
+        self.url = f"http://127.0.0.1:{self._http.server_port}"
+
+    def clear(self) -> None:
+        """Forget everything: a new Hub at the same address."""
         self.requests: list[str] = []
         self.faults: list[Fault] = []
         self.repos: dict[tuple[str, str], dict[str, dict[str, File]]] = {}  # (type, id): revisions, oldest first
         self.objects: dict[str, bytes] = {}  # what came through LFS, by SHA-256, committed or not
-        self.lock = threading.Lock()
-        self._http = ThreadingHTTPServer(("127.0.0.1", 0), _Handler)
-        self._http.hub = self
-        self.url = f"http://127.0.0.1:{self._http.server_port}"
 
     def __enter__(self) -> "HubServer":
         threading.Thread(target=self._http.serve_forever, args=[0.05], daemon=True).start()

@@ -4,13 +4,13 @@ import json
 import math
 import os
 import re
-import subprocess
-import sys
+import shutil
 from pathlib import Path
 from urllib.request import Request, urlopen
 
 import pytest
 import timm
+from forked import Forks
 from hub_server import HubServer
 from safetensors.torch import save_file
 from test_layers import REMOTE
@@ -20,28 +20,37 @@ from archives import write_cifar
 from conftest import CLASSES, write_images
 
 
-@pytest.fixture
-def hub():
-    with HubServer() as hub:
-        yield hub
+@pytest.fixture(scope="module")
+def server(tmp_path_factory):
+    """A Hub, and programs of a user who knows no other."""
+    home = tmp_path_factory.mktemp("home")
+    nowhere = "http://127.0.0.1:9"  # nothing listens there: no program may reach for the internet
+    foreign = re.compile("HF_|HUGGING|TRANSFORMERS_|.*_PROXY$", re.IGNORECASE)
+    env = {name: value for name, value in os.environ.items() if not foreign.match(name)}
+    env.update(HF_TOKEN=HubServer.token, HF_HOME=str(home), HF_HUB_DISABLE_XET="1")
+    env.update(HF_HUB_DISABLE_TELEMETRY="1", HF_UPDATE_DOWNLOAD_COUNTS="0", HF_HUB_DISABLE_PROGRESS_BARS="1")
+    env.update(HTTP_PROXY=nowhere, HTTPS_PROXY=nowhere, NO_PROXY="127.0.0.1")
+    with HubServer() as hub, Forks({**env, "HF_ENDPOINT": hub.url}) as forks:
+        yield hub, forks, home
 
 
 @pytest.fixture
-def client(hub, tmp_path_factory):
+def hub(server):
+    server[0].clear()
+    return server[0]
+
+
+@pytest.fixture
+def client(server):
     """Run a program as a user with an empty cache would, and return what it prints last, read as JSON."""
+    _, forks, home = server
 
     def run(code: str, *args):
-        home = tmp_path_factory.mktemp("home")
-        nowhere = "http://127.0.0.1:9"  # nothing listens there: no program may reach for the internet
-        foreign = re.compile("HF_|HUGGING|TRANSFORMERS_|.*_PROXY$", re.IGNORECASE)
-        env = {name: value for name, value in os.environ.items() if not foreign.match(name)}
-        env.update(HF_ENDPOINT=hub.url, HF_TOKEN=hub.token, HF_HOME=str(home), HF_HUB_DISABLE_XET="1")
-        env.update(HF_HUB_DISABLE_TELEMETRY="1", HF_UPDATE_DOWNLOAD_COUNTS="0", HF_HUB_DISABLE_PROGRESS_BARS="1")
-        env.update(HTTP_PROXY=nowhere, HTTPS_PROXY=nowhere, NO_PROXY="127.0.0.1")
-        command = [sys.executable, "-c", code, *map(str, args)]
-        done = subprocess.run(command, env=env, cwd=home, capture_output=True, text=True)
-        assert done.returncode == 0, done.stderr
-        return json.loads(done.stdout.splitlines()[-1]) if done.stdout else None
+        shutil.rmtree(home)
+        home.mkdir()
+        status, out, err = forks.run(code, *args, folder=home)
+        assert status == 0, err
+        return json.loads(out.splitlines()[-1]) if out else None
 
     return run
 
