@@ -1,6 +1,7 @@
 VENV ?= .venv
 PYTHON ?= python3
 PY := "$(VENV)/bin/python"
+PYTEST := $(PY) -m pytest --numprocesses 2 --dist loadfile --no-loadscope-reorder
 
 .PHONY: demo test test-portable lint bench docs browser clean
 
@@ -8,11 +9,11 @@ demo: $(VENV)/installed
 	$(PY) -m avgk_hf.cli demo
 
 test: $(VENV)/installed
-	$(PY) -m pytest --numprocesses 2 --dist loadfile
+	$(PYTEST)
 
 # every test that trains or compares numbers, computed as other processors compute
 test-portable: $(VENV)/installed
-	$(PY) -m benchmarks.processors $(PY) -m pytest -m numbers --numprocesses 2 --dist loadfile
+	$(PY) -m benchmarks.processors $(PYTEST) -m numbers
 
 lint: $(VENV)/installed
 	$(PY) -m ruff check .

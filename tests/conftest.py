@@ -24,6 +24,18 @@ torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS", "1")))
 
 CLASSES = ["ash", "beech", "cedar", "elm", "fir", "oak"]
 
+# whole files go to one of two processes, so the longest come first
+LONGEST = ("test_study", "test_sweep", "test_compare", "test_faults", "test_hub", "test_processes", "test_export")
+# whose tests neither train nor compare numbers; all others are run by `make test-portable` too
+NO_NUMBERS = ("test_app", "test_archives", "test_docs", "test_layers", "test_security")
+
+
+def pytest_collection_modifyitems(items):
+    for item in items:
+        if item.path.stem not in NO_NUMBERS:
+            item.add_marker("numbers")
+    items.sort(key=lambda item: LONGEST.index(item.path.stem) if item.path.stem in LONGEST else len(LONGEST))
+
 
 def write_images(folder, per_class: dict[str, int], seed: int = 0, size: int = 24) -> None:
     """Noisy images of one brightness per class in folder/<class>/, so that neighbouring classes are confused."""
