@@ -23,8 +23,6 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from starlette.middleware import Middleware
-from starlette.middleware.trustedhost import TrustedHostMiddleware
 from torch import Tensor
 from transformers import PreTrainedModel
 
@@ -32,12 +30,15 @@ from .calibrate import load_classifier, model_scores, transform_for
 from .conformal import answer, check_request, recorded_levels
 from .data import image_files
 from .data.glyphs import CHARACTERS, class_name, draw
-from .guard import LOOPBACK, MOST_UPLOADED, Guard, forget_upload, is_served
 from .pipeline import config_score
 from .sets import calibration_record, k_key, own_k, ranked_sets, stored_head, stored_threshold
 
 try:
     import gradio as gr
+    from starlette.middleware import Middleware
+    from starlette.middleware.trustedhost import TrustedHostMiddleware
+
+    from .guard import LOOPBACK, MOST_UPLOADED, Guard, forget_upload, is_local, is_served
 except ImportError as error:
     raise ImportError("the page is a Gradio app: `pip install 'avgk_hf[app]'`.") from error
 
@@ -45,7 +46,7 @@ logger = logging.getLogger(__name__)
 
 EXAMPLES, LOOKED_AT = 8, 64  # example images shown, and those they are chosen from
 ROWS = 200  # classes of a set that are shown; thousands would be megabytes for every step of the slider
-MOST_PIXELS = 25_000_000  # of an image; decoded it takes some 16 bytes for each
+MOST_PIXELS = 25_000_000  # of an image; decoding one takes up to 16 bytes for each
 WAITING, SESSIONS = 64, 1000  # events in the queue, and visitors whose scores are kept
 NAMES = 6  # class names in one row of the growth table
 RUNNERS_UP = 3  # classes below the threshold that are shown
@@ -301,8 +302,7 @@ def build_page(model: PreTrainedModel, name: str, examples: Sequence[tuple[Path,
     upload_folder()  # asked for by every component
     ks, levels, transform = recorded_ks(config), recorded_levels(config), transform_for(model)
     own = float(own_k(config))
-
-    looked_at: dict[str, str | None] = {}  # by session, the upload that it shows
+    looked_at: dict[str, str] = {}  # by session, the upload that it shows
 
     def leave(session: str, path: str | None = None) -> None:
         before = looked_at.pop(session, None)
@@ -454,9 +454,10 @@ def launch(page: gr.Blocks, **options: Any) -> None:
     # Gradio asks its own server whether it is there, and a proxy could not tell
     known = os.environ.get("no_proxy") or os.environ.get("NO_PROXY")
     os.environ["no_proxy"] = ",".join(filter(None, [known, "127.0.0.1", "localhost"]))
-    local = (options.get("server_name") or os.environ.get("GRADIO_SERVER_NAME") or "127.0.0.1") in LOOPBACK
+    address = options.get("server_name") or os.environ.get("GRADIO_SERVER_NAME") or "127.0.0.1"
+    local = is_local(address)
     middleware = [
-        Middleware(TrustedHostMiddleware, allowed_hosts=LOOPBACK if local else ["*"]),
+        Middleware(TrustedHostMiddleware, allowed_hosts=[*LOOPBACK, address] if local else ["*"]),
         Middleware(Guard, page=page, folder=upload_folder(), local=local),
     ]
     page.queue(default_concurrency_limit=4, max_size=WAITING, api_open=False).launch(

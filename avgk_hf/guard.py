@@ -10,6 +10,7 @@ import shutil
 import time
 from collections.abc import Awaitable, Callable, MutableMapping
 from contextlib import suppress
+from ipaddress import ip_address
 from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
@@ -20,29 +21,27 @@ from starlette.responses import PlainTextResponse
 
 API = "/gradio_api/"
 UPLOAD, FILE = f"{API}upload", f"{API}file="
-ADDRESSES = {"/", "/config", "/favicon.ico", "/manifest.json", "/robots.txt", "/theme.css", UPLOAD} | {
-    f"{API}{name}"
-    for name in (
-        "app_id",
-        "cancel",
-        "info",
-        "queue/data",
-        "queue/join",
-        "startup-events",
-        "theme.css",
-        "upload_progress",
-    )
-}
+EVENTS = ("app_id", "cancel", "info", "queue/data", "queue/join", "startup-events", "upload_progress")
+ADDRESSES = {"/", "/config", "/favicon.ico", "/manifest.json", "/robots.txt", "/theme.css", UPLOAD}
+ADDRESSES |= {f"{API}{name}" for name in EVENTS}
 FOLDERS = ("/assets/", "/static/", "/svelte/", f"{API}heartbeat/")
 MOST_UPLOADED = 25 * 2**20  # bytes of one upload
 MOST_ASKED = 2**20  # bytes of any other request
 MOST_FILES = 40  # uploads that are kept: with the bytes of one, 1 GB
 AT_ONCE = 8  # uploads that are being received
-LOOPBACK = ("127.0.0.1", "localhost", "::1", "[::1]")
+LOOPBACK = ("127.0.0.1", "localhost", "::1", "[::1]")  # the names of one's own machine
 
 Scope = MutableMapping[str, Any]
 Receive = Callable[[], Awaitable[MutableMapping[str, Any]]]
 Send = Callable[[MutableMapping[str, Any]], Awaitable[None]]
+
+
+def is_local(address: str) -> bool:
+    """Whether a server that listens on this address is reached from its own machine only."""
+    try:
+        return ip_address(address.strip("[]")).is_loopback
+    except ValueError:
+        return address == "localhost"
 
 
 def is_served(page: Any, path: str | None) -> bool:

@@ -490,7 +490,8 @@ def test_other_sites_cannot_send_requests_through_a_visitors_browser(visitor):
 
 def test_a_page_for_others_answers_to_its_public_name(model_folder, monkeypatch):
     """As in a Space, which listens on all addresses."""
-    monkeypatch.setattr(app, "LOOPBACK", ())
+    assert guard.is_local("127.0.0.9") and not guard.is_local("0.0.0.0") and not guard.is_local("192.0.2.1")
+    monkeypatch.setattr(app, "is_local", lambda address: False)
     with served(model_folder) as (_, url):
         visitor = Visitor(url)
         public = {"host": "someone-trees.hf.space", "origin": "https://someone-trees.hf.space"}
