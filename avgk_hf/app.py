@@ -4,11 +4,15 @@
 
 Scores and sets come from the parts that `avgk predict` calls. What one visitor does stays in his session: the scores
 of the image live in a `gr.State`. The page needs nothing from other machines; a model of the Hub does, to be loaded.
+What it refuses to visitors is in `guard`; what it shows of a model's records is text, never Markdown or HTML.
 """
 
+import atexit
+import functools
 import html
 import logging
 import os
+import shutil
 import socket
 import tempfile
 import time
@@ -31,6 +35,10 @@ from .sets import calibration_record, k_key, own_k, ranked_sets, stored_head, st
 
 try:
     import gradio as gr
+    from starlette.middleware import Middleware
+    from starlette.middleware.trustedhost import TrustedHostMiddleware
+
+    from .guard import LOOPBACK, MOST_UPLOADED, Guard, forget_upload, is_local, is_served
 except ImportError as error:
     raise ImportError("the page is a Gradio app: `pip install 'avgk_hf[app]'`.") from error
 
@@ -38,6 +46,8 @@ logger = logging.getLogger(__name__)
 
 EXAMPLES, LOOKED_AT = 8, 64  # example images shown, and those they are chosen from
 ROWS = 200  # classes of a set that are shown; thousands would be megabytes for every step of the slider
+MOST_PIXELS = 25_000_000  # of an image; decoding one takes up to 16 bytes for each
+WAITING, SESSIONS = 64, 1000  # events in the queue, and visitors whose scores are kept
 NAMES = 6  # class names in one row of the growth table
 RUNNERS_UP = 3  # classes below the threshold that are shown
 BY_SIZE, BY_COVERAGE = "average size", "coverage"
@@ -50,6 +60,7 @@ CSS = """
 #avgk-examples img { object-fit: contain; image-rendering: pixelated; }
 #avgk-examples .caption-label { font-size: .75rem; padding: .05rem .3rem; max-width: 100%; }
 #avgk-growth:not(:has(.avgk)) { display: none; }
+.avgk h1 { margin: 0 0 .4rem; font-size: 1.6rem; font-weight: 650; overflow-wrap: anywhere; }
 .avgk h2 { margin: 0 0 .4rem; font-size: 1.05rem; }
 .avgk p { margin: 0 0 .5rem; }
 .avgk .count { font-size: 1.5rem; font-weight: 650; }
@@ -71,6 +82,7 @@ CSS = """
 .avgk .growth .now th, .avgk .growth .now td { background: var(--background-fill-secondary); font-weight: 600; }
 """
 HINT = "Drop an image, or choose one of the examples."
+GONE = "The server has no such image, or not any more; drop it again."
 
 
 def recorded_ks(config: Any) -> list[float]:
@@ -265,6 +277,18 @@ def _evenly(items: list, most: int) -> list:
     return [items[i] for i in np.linspace(0, len(items) - 1, min(most, len(items))).round().astype(int)]
 
 
+@functools.cache
+def upload_folder() -> Path:
+    """The folder where Gradio keeps uploads: of this process alone, closed to others, and removed at its end."""
+    above = os.environ.get("GRADIO_TEMP_DIR")
+    if above:
+        Path(above).mkdir(parents=True, exist_ok=True)
+    folder = Path(tempfile.mkdtemp(prefix="avgk-uploads-", dir=above)).resolve()
+    atexit.register(shutil.rmtree, folder, ignore_errors=True)
+    os.environ["GRADIO_TEMP_DIR"] = str(folder)
+    return folder
+
+
 def build_page(model: PreTrainedModel, name: str, examples: Sequence[tuple[Path, int]] = ()) -> gr.Blocks:
     """The page of one model.
 
@@ -275,16 +299,39 @@ def build_page(model: PreTrainedModel, name: str, examples: Sequence[tuple[Path,
     """
     config = model.config
     stored_threshold(config)  # refuses a model without
+    upload_folder()  # asked for by every component
     ks, levels, transform = recorded_ks(config), recorded_levels(config), transform_for(model)
     own = float(own_k(config))
+    looked_at: dict[str, str] = {}  # by session, the upload that it shows
 
-    def read(path: str | None) -> dict[str, Tensor] | str | None:
+    def leave(session: str, path: str | None = None) -> None:
+        before = looked_at.pop(session, None)
+        if path is not None:
+            looked_at[session] = path
+        if before not in looked_at.values():
+            forget_upload(page, before)
+
+    def read(path: str | None, request: gr.Request) -> dict[str, Tensor] | str | None:
+        leave(request.session_hash, path)
+        if len(looked_at) > SESSIONS:
+            leave(next(iter(looked_at)))
         if path is None:
             return None
         try:
-            return image_scores(model, transform.image(path))
+            return image_scores(model, transform.image(path, most_pixels=MOST_PIXELS))
         except (ValueError, OSError) as error:
             return str(error).replace(path, Path(path).name)  # where the server keeps it is nobody's business
+
+    def closed(request: gr.Request) -> None:
+        leave(request.session_hash)
+
+    def known(path: str | None) -> str | None:
+        if path is not None and not is_served(page, path):
+            raise gr.Error(GONE, print_exception=False)
+        return path
+
+    async def moved(path: str | None) -> str | None:
+        return known(path)
 
     def show(found: dict[str, Tensor] | str | None, ask: str, k: float, coverage: float | None) -> tuple[str, str]:
         if found is None:
@@ -297,10 +344,11 @@ def build_page(model: PreTrainedModel, name: str, examples: Sequence[tuple[Path,
     if isinstance(record.get("num_examples"), int):
         source = f" of {record['dataset']}" if record.get("dataset") else ""
         thresholds = f"Its thresholds come from {record['num_examples']:,} images{source}."
-    with gr.Blocks(title=f"{name}: sets of classes", analytics_enabled=False, delete_cache=(3600, 3600)) as page:
-        gr.Markdown(
-            f"# {html.escape(name)}\nAs many of {config.num_labels:,} classes as the image needs, K on average over"
-            f" many images: a clear image gets fewer, an ambiguous one more. {html.escape(thresholds)}"
+    with gr.Blocks(title=f"{name}: sets of classes", analytics_enabled=False, delete_cache=(600, 3600)) as page:
+        gr.HTML(
+            f'<div class="avgk"><h1>{html.escape(name)}</h1><p>As many of {config.num_labels:,} classes as the image'
+            " needs, K on average over many images: a clear image gets fewer, an ambiguous one more."
+            f" {html.escape(thresholds)}</p></div>"
         )
         with gr.Row():
             with gr.Column(scale=4, min_width=300):
@@ -314,8 +362,10 @@ def build_page(model: PreTrainedModel, name: str, examples: Sequence[tuple[Path,
                     elem_id="avgk-image",
                     elem_classes=["small"] if getattr(transform, "mode", "") == "L" else [],
                 )
-                # Gradio would open the file, and answer a broken one with words of its own
-                image.preprocess = lambda payload: None if payload is None else payload.path
+                # Gradio would open the file, and answer a broken one with words of its own; before that it would
+                # fetch what a path names, be it an address on the web
+                image.preprocess = lambda payload: known(None if payload is None else payload.path)
+                image.async_move_resource_to_block_cache = moved
                 ask = gr.Radio(
                     [BY_SIZE, BY_COVERAGE], value=BY_SIZE, label="Ask by", visible=bool(levels), elem_id="avgk-ask"
                 )
@@ -365,7 +415,8 @@ def build_page(model: PreTrainedModel, name: str, examples: Sequence[tuple[Path,
         shown = {"fn": show, "inputs": [found, ask, size, coverage], "outputs": [predicted, growth]}
         # the last of several quick changes must not be dropped because the one before it is still being answered
         quiet = {"show_progress": "hidden", "api_visibility": "private", "trigger_mode": "always_last"}
-        image.change(read, image, found, **quiet).then(**shown, **quiet)
+        image.change(read, image, found, concurrency_limit=1, **quiet).then(**shown, **quiet)
+        page.unload(closed)
         for control in (size, coverage):
             control.change(**shown, **quiet)
         ask.change(
@@ -375,21 +426,23 @@ def build_page(model: PreTrainedModel, name: str, examples: Sequence[tuple[Path,
             **quiet,
         ).then(**shown, **quiet)
         if examples:
-            paths = [str(path) for path, _ in examples]
+            copies = [item["image"]["path"] for item in gallery.value]
 
             def choose(chosen: gr.SelectData) -> str:
-                return paths[chosen.index]
+                return copies[chosen.index]
 
             gallery.select(choose, None, image, **quiet)
     return page
 
 
-def launch(page: gr.Blocks, examples: Sequence[tuple[Path, int]] = (), **options: Any) -> None:
+def launch(page: gr.Blocks, **options: Any) -> None:
     """Start the page's server without anything that other machines would have to provide.
+
+    One that listens on this machine only answers to this machine's names: a site that is given its address by a
+    forged entry of the domain name system cannot read it through a visitor's browser.
 
     Args:
         page: What `build_page` gave.
-        examples: The examples it was built with; the only files that it may serve besides those that are uploaded.
         options: As in `gr.Blocks.launch`.
     """
     theme = gr.themes.Default(
@@ -401,15 +454,22 @@ def launch(page: gr.Blocks, examples: Sequence[tuple[Path, int]] = (), **options
     # Gradio asks its own server whether it is there, and a proxy could not tell
     known = os.environ.get("no_proxy") or os.environ.get("NO_PROXY")
     os.environ["no_proxy"] = ",".join(filter(None, [known, "127.0.0.1", "localhost"]))
-    page.queue(default_concurrency_limit=4).launch(
+    address = options.get("server_name") or os.environ.get("GRADIO_SERVER_NAME") or "127.0.0.1"
+    local = is_local(address)
+    middleware = [
+        Middleware(TrustedHostMiddleware, allowed_hosts=[*LOOPBACK, address] if local else ["*"]),
+        Middleware(Guard, page=page, folder=upload_folder(), local=local),
+    ]
+    page.queue(default_concurrency_limit=4, max_size=WAITING, api_open=False).launch(
         theme=theme,
         css=CSS,
         footer_links=[],
         share=False,
         ssr_mode=False,
         quiet=True,
-        max_file_size="50mb",
-        allowed_paths=[str(path) for path, _ in examples],
+        max_file_size=MOST_UPLOADED,
+        state_session_capacity=SESSIONS,
+        app_kwargs={"middleware": middleware},
         **options,
     )
 
@@ -434,7 +494,7 @@ def serve(name: str, port: int = 7860, examples: str | None = None) -> None:
     stored_threshold(model.config)
     with chosen_examples(model, examples) as chosen:
         page = build_page(model, title_of(name), chosen)
-        launch(page, chosen, server_name="127.0.0.1", server_port=port, prevent_thread_lock=True)
+        launch(page, server_name="127.0.0.1", server_port=port, prevent_thread_lock=True)
         print(f"http://127.0.0.1:{port} shows {name}; Ctrl-C ends it.", flush=True)
         try:
             while True:

@@ -33,7 +33,8 @@ from .sets import calibration_record, check_k, head_scores, ranked_sets, recorde
 ALIGNMENT = 64  # bytes, as torch allocates
 # what a saved model carries as remote code
 CODE = (
-    "configuration.py", "conformal.py", "densenet.py", "modeling.py", "monitor.py", "pipeline.py", "sets.py"
+    "configuration.py", "conformal.py", "densenet.py", "images.py", "modeling.py", "monitor.py", "pipeline.py",
+    "sets.py",
 )  # fmt: skip
 ENCODER = "returns many vectors for an image, not one; take the model of the same name without `_enc`"
 UNSUPPORTED = {  # timm models, as patterns, and why they are refused

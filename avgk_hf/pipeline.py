@@ -4,23 +4,20 @@ Like the model, this file travels with a saved model as remote code.
 """
 
 import base64
-from io import BytesIO
 from pathlib import Path
 from typing import Any
 
+import httpx
 import numpy as np
 import torch
-from PIL import Image, ImageOps
 from transformers import Pipeline
-from transformers.image_utils import load_image
 
 from .conformal import answer, check_request
+from .images import open_image
 from .monitor import SetSizeMonitor
 from .sets import head_scores, predict_sets, ranked_sets, stored_head, stored_threshold
 
 TASK = "average-k-image-classification"
-MOST_ELONGATED = 200  # longer side to shorter; resizing the shorter side of a thinner image can take all memory
-ORIENTATION = 0x0112  # the EXIF tag
 
 
 class AverageKImageClassificationPipeline(Pipeline):
@@ -128,79 +125,14 @@ def _by_size(question: dict[str, Any]) -> bool:
     return all(question.get(name) is None for name in ("coverage", "cumulative", "lambda_val"))
 
 
-def open_image(image: Any, mode: str = "RGB", name: str | None = None) -> Image.Image:
-    """Open a path, bytes, or a stored `{"bytes", "path"}` in the given mode; an unreadable one is refused by name.
-
-    Every way to a prediction and to training goes through here, so that the same file always gives the same pixels:
-    upright by its EXIF orientation, transparency on white, 16-bit grey scaled to 8 bit, the first frame of an
-    animation.
-
-    Args:
-        image: A path, encoded bytes, a dict with `bytes` and `path`, or an open Pillow image.
-        mode: `"RGB"` or `"L"`.
-        name: What to call the image in an error.
-
-    Example:
-        >>> open_image(Image.new("RGBA", (1, 1), (0, 0, 0, 0))).getpixel((0, 0))
-        (255, 255, 255)
-    """
-    if isinstance(image, Image.Image):
-        stored: dict[str, Any] = {"path": getattr(image, "filename", None)}
-    else:
-        stored = image if isinstance(image, dict) else {"bytes" if isinstance(image, bytes) else "path": image}
-    data, path = stored.get("bytes"), stored.get("path")
-    name = name or str(path or "the image")
-    if not isinstance(image, Image.Image) and data is None and path is None:
-        raise ValueError(f"{name} is missing: the row holds no image; remove it.")
-    try:
-        if isinstance(image, Image.Image):
-            return _plain(image, mode)
-        with Image.open(Path(path) if data is None else BytesIO(data)) as opened:
-            if Image.MAX_IMAGE_PIXELS and opened.width * opened.height > Image.MAX_IMAGE_PIXELS:
-                raise ValueError(
-                    f"{opened.width} x {opened.height} pixels, Pillow's limit is {Image.MAX_IMAGE_PIXELS}"
-                )
-            return _plain(opened, mode)
-    except FileNotFoundError:
-        raise FileNotFoundError(f"{name}: there is no such file; check the path.") from None
-    except Exception as error:  # decoders of broken files raise anything, from SyntaxError to struct.error
-        reason = " ".join(str(error).split()) or type(error).__name__
-        raise ValueError(f"{name} cannot be read as an image ({reason}); replace or remove it.") from error
-
-
-def _plain(image: Image.Image, mode: str) -> Image.Image:
-    """The image upright and opaque, with 8 bits for each channel."""
-    if min(image.size) == 0 or max(image.size) > MOST_ELONGATED * min(image.size):
-        raise ValueError(
-            f"{image.width} x {image.height} pixels, and no side may be 0 or {MOST_ELONGATED} times the other"
-        )
-    image.load()
-    try:
-        turned = image.getexif().get(ORIENTATION, 1) in range(2, 9)
-    except Exception:  # broken metadata of an image that is none the worse for it
-        turned = False
-    if turned:
-        image = ImageOps.exif_transpose(image)
-    # Pillow would cut these off at 255; PNG and PPM are the formats whose "I" is known to hold 16 bits
-    if image.mode.startswith("I;16") or (image.mode == "I" and image.format in ("PNG", "PPM")):
-        wide = np.asarray(image).astype(np.int64)
-        grey = (wide + 128) // 257
-        image = Image.fromarray(np.where(wide == image.info.get("transparency", -1), 255, grey).astype(np.uint8))
-    elif image.mode in ("I", "F"):
-        raise ValueError(f"its mode is {image.mode!r}, 32 bits of unknown range: save it with 8 or 16 bits")
-    elif image.has_transparency_data:
-        image = image.convert("RGBA")
-        image = Image.alpha_composite(Image.new("RGBA", image.size, "white"), image)
-    return image.convert(mode)
-
-
-def _fetch(source: str, timeout: float | None) -> str | bytes | Image.Image:
-    """A path as it is, base64 as bytes, and what is behind a URL as transformers' own pipelines load it."""
+def _fetch(source: str, timeout: float | None) -> str | bytes | dict[str, Any]:
+    """What `open_image` takes of a path, of base64, or of what is behind a URL."""
     short = source if len(source) <= 100 else source[:100] + "..."
     if source.startswith(("http://", "https://")):
         try:
-            return load_image(source, timeout=timeout)
-        except Exception as error:  # of the network or of a decoder
+            answered = httpx.get(source, timeout=timeout, follow_redirects=True).raise_for_status()
+            return {"bytes": answered.content, "path": short}
+        except Exception as error:  # of the network, or of an address that is none
             reason = " ".join(str(error).split())
             raise OSError(f"{short} cannot be loaded as an image ({reason}); check the address.") from error
     try:

@@ -28,7 +28,7 @@ from avgk_hf.calibrate import load_classifier
 here = Path(__file__).parent
 model = load_classifier({model})
 examples = example_images(model, {examples})
-launch(build_page(model, {title!r}, examples), examples)
+launch(build_page(model, {title!r}, examples))
 '''
 CARD = """\
 ---

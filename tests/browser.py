@@ -17,6 +17,7 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from urllib.request import ProxyHandler, build_opener
 
+import httpx
 from PIL import Image
 from selenium.common.exceptions import TimeoutException
 from selenium.webdriver import Chrome, ChromeOptions, ChromeService, Keys
@@ -155,6 +156,46 @@ class Page:
         sent = [m["params"] for m in messages if m["method"] == "Network.requestWillBeSent"]
         sockets = [m["params"]["url"] for m in messages if m["method"] == "Network.webSocketCreated"]
         return [params["request"]["url"] for params in sent] + sockets
+
+
+class Visitor:
+    """One session on a page, without a browser."""
+
+    def __init__(self, url, session="first"):
+        self.url, self.session = url, session
+        self.http = httpx.Client(base_url=url, timeout=60, trust_env=False)
+        config = self.http.get("/config").json()
+        image = next(c["id"] for c in config["components"] if c["props"].get("elem_id") == "avgk-image")
+        self.read, *_ = (d["id"] for d in config["dependencies"] if [image, "change"] in d["targets"])
+        self.show = next(d["id"] for d in config["dependencies"] if d["trigger_after"] == self.read)
+
+    def upload(self, data, name="image.png", **options):
+        answered = self.http.post("/gradio_api/upload", files={"files": (name, data)}, **options)
+        return answered.json()[0] if answered.status_code == 200 else answered
+
+    def event(self, number, data):
+        """What the server sends when it is done with an event."""
+        body = {"data": data, "fn_index": number, "session_hash": self.session}
+        joined = self.http.post("/gradio_api/queue/join", json=body)
+        if joined.status_code != 200:
+            return joined
+        stream = self.http.stream("GET", "/gradio_api/queue/data", params={"session_hash": self.session})
+        with stream as lines:
+            for line in lines.iter_lines():
+                message = json.loads(line.removeprefix("data: ")) if line else {}
+                if message.get("msg") == "process_completed":
+                    return message
+        raise AssertionError("the server said nothing")
+
+    def look(self, path, **fields):
+        """Give an image by its path on the server, and the set that is shown: `(whether it was taken, the text)`."""
+        given = {"path": path, "meta": {"_type": "gradio.FileData"}, **fields}
+        message = self.event(self.read, [{name: value for name, value in given.items() if value is not None}])
+        if not message["success"]:
+            return False, message["output"]["error"]
+        message = self.event(self.show, [None, "average size", 2, None])
+        assert message["success"], message
+        return True, message["output"]["data"][0]
 
 
 def screenshot(model, path, example=4):

@@ -411,6 +411,10 @@ def test_a_written_space_runs_by_itself(model_folder, image_folder, tmp_path):
     with browser.running([sys.executable, str(space / "app.py")], url, env=env, cwd=tmp_path):
         with urlopen(f"{url}/config") as answered:
             config = json.load(answered)
+        visitor, image = browser.Visitor(url), image_folder / "test" / "oak" / "0.png"
+        taken, text = visitor.look(visitor.upload(image.read_bytes()))
+        assert taken and "for K = 2" in text
+        assert visitor.look(str(image), meta=None)[0] is False  # never uploaded
     assert config["title"].startswith("trees") and "Drop a leaf, or" in json.dumps(config)
     gallery = next(c for c in config["components"] if c["type"] == "gallery")
     assert len(gallery["props"]["value"]) == 8

@@ -15,7 +15,7 @@ import avgk_hf
 from avgk_hf.cli import build_parser
 
 ROOT = Path(__file__).parent.parent
-GUIDE = (ROOT / "docs" / "choose_k.md").read_text(encoding="utf-8")
+GUIDE = "".join((ROOT / "docs" / name).read_text(encoding="utf-8") for name in ("choose_k.md", "hosting.md"))
 
 
 @pytest.fixture(scope="module")

@@ -1,6 +1,7 @@
 """The dataset contract: splits with `image`, `label` (ClassLabel) and `index`, and how images become tensors."""
 
+from ..images import open_image
 from .datasets import align_labels, class_counts, load_splits, skip_bad_images
-from .transforms import image_files, open_image, prepare
+from .transforms import image_files, prepare
 
 __all__ = ["align_labels", "class_counts", "image_files", "load_splits", "open_image", "prepare", "skip_bad_images"]

@@ -11,10 +11,10 @@ from datasets import ClassLabel, Dataset, DatasetDict, Features, Image, Value, l
 from datasets.exceptions import DatasetGenerationError
 from transformers.utils import logging
 
+from ..images import open_image
 from .cifar import is_cifar_archive, load_cifar
 from .glyphs import load_glyphs
 from .plantnet import is_plantnet, load_plantnet
-from .transforms import open_image
 
 logger = logging.get_logger(__name__)
 MOST_CLASSES = 1_000_000

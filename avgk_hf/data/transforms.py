@@ -14,7 +14,7 @@ from timm.data.transforms import CenterCropOrPad
 from torchvision import transforms as tv
 from transformers import TimmWrapperImageProcessor
 
-from ..pipeline import open_image  # there because it travels with a saved model
+from ..images import known_formats, open_image
 
 AUGMENTATIONS = ("none", "timm", "pad_crop_flip", "resize_crop")
 PADDING = 4  # pixels on each side, for pad_crop_flip
@@ -78,9 +78,9 @@ class ImageTransform:
             self._seed = torch.zeros(2, dtype=torch.int64).share_memory_()  # read by workers that outlive an epoch
         self._seed[:] = torch.tensor([seed, epoch])
 
-    def image(self, image: Any, name: str | None = None) -> torch.Tensor:
-        """One image as a tensor (C, H, W)."""
-        return self.transform(open_image(image, self.mode, name))
+    def image(self, image: Any, name: str | None = None, most_pixels: int | None = None) -> torch.Tensor:
+        """One image as a tensor (C, H, W); the arguments are those of `open_image`."""
+        return self.transform(open_image(image, self.mode, name, most_pixels))
 
     def __call__(self, batch: dict[str, list]) -> dict[str, list]:
         """A batch of examples as `datasets` hands it to `with_transform`."""
@@ -161,9 +161,9 @@ def prepare(dataset: Dataset, config: Any, augmentation: str = "none", keep: boo
 
 
 def image_files(folder: str | Path) -> list[Path]:
-    """The files below a folder that Pillow can open, in order of their names; hidden ones are left out."""
-    known = Pillow.registered_extensions().items()
-    suffixes = {suffix for suffix, kind in known if kind in Pillow.OPEN}  # the others can only be written
+    """The files below a folder that `open_image` takes, in order of their names; hidden ones are left out."""
+    known = known_formats()
+    suffixes = {suffix for suffix, kind in Pillow.registered_extensions().items() if kind in known}
     return sorted(
         path
         for path in Path(folder).rglob("*")
