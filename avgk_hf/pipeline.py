@@ -14,6 +14,7 @@ from PIL import Image, ImageOps
 from transformers import Pipeline
 from transformers.image_utils import load_image
 
+from .backbones import MOST_SIDE, known_cfg
 from .conformal import answer, check_request
 from .monitor import SetSizeMonitor
 from .sets import head_scores, predict_sets, ranked_sets, stored_head, stored_threshold
@@ -62,6 +63,7 @@ class AverageKImageClassificationPipeline(Pipeline):
 
     def __init__(self, *args: Any, monitor: bool = True, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
+        check_processor(self.image_processor)
         # a question that the model cannot answer is refused here, before any image is read
         check_request(self.model.config, **{"min_size": 1, **self._postprocess_params})
         self.monitor: SetSizeMonitor | None = None
@@ -213,6 +215,19 @@ def _fetch(source: str, timeout: float | None) -> str | bytes | Image.Image:
         return base64.b64decode(source.split(",")[-1] if source.startswith("data:image/") else source, validate=True)
     except ValueError:
         raise FileNotFoundError(f"{short}: there is no such file; give a path, a URL, or base64.") from None
+
+
+def check_processor(processor: Any) -> None:
+    """Refuse an image processor that would make images of enormous size; its settings come with the model."""
+    known_cfg(getattr(processor, "data_config", {}))  # timm's
+    for name in ("size", "crop_size", "pad_size"):
+        size = getattr(processor, name, None)
+        sides = size.values() if hasattr(size, "values") else (size,)
+        for side in sides:
+            if isinstance(side, (int, float)) and not 0 <= side <= MOST_SIDE:
+                raise ValueError(
+                    f"the image processor has {name}={size}, but an image may have at most {MOST_SIDE} pixels a side."
+                )
 
 
 def config_score(config: Any) -> str:
