@@ -22,7 +22,7 @@ from .densenet import densenet40_40_cifar  # noqa: F401  (so that timm knows it)
 MOST_SIDE = 4_096  # pixels of an input image
 MOST_CHANNELS = 1_000
 MOST_PARAMETERS = 8_000_000_000  # timm's largest model has 6.7 billion
-MOST_TENSORS = 100_000
+MOST_TENSORS = 10_000  # timm's models have up to 2,500
 MOST_LABELS = 1_000_000
 ENCODER = "returns many vectors for an image, not one; take the model of the same name without `_enc`"
 UNSUPPORTED = {  # timm models, as patterns, and why they are refused
@@ -56,7 +56,7 @@ WORDS += " fix_init fix_stem distilled"
 MODEL_ARGS = {
     "in_chans": MOST_CHANNELS,
     **dict.fromkeys(RATES.split(), 1),
-    **dict.fromkeys(COUNTS.split(), 1_000),
+    **dict.fromkeys(COUNTS.split(), 200),
     **dict.fromkeys(WIDTHS.split(), 20_000),
     **dict.fromkeys(FACTORS.split(), 100),
     **dict.fromkeys(SIZES.split(), MOST_SIDE),

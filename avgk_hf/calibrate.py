@@ -28,7 +28,7 @@ from transformers import (
 
 from . import auto  # noqa: F401  (makes the Auto classes know the model)
 from .backbones import bounded, check_architecture, check_model_args, known_cfg
-from .configuration import AvgKConfig, check_dtype, check_nesting, check_num_labels, read_json
+from .configuration import AvgKConfig, check_dtype, check_labels, check_nesting, read_json
 from .conformal import (
     LEVELS,
     answer,
@@ -97,15 +97,19 @@ def load_config(name: str) -> PreTrainedConfig:
     except RecursionError:
         raise ValueError(f"the config.json of {name} is nested too deep: it is damaged.") from None
     check_nesting(stored, f"the config.json of {name}")
-    check_num_labels(stored.get("num_labels", stored.get("num_classes")))
+    check_labels(stored)
+    if not isinstance(stored.get("model_type"), (str, type(None))):
+        raise ValueError(f"the config.json of {name} has model_type={stored['model_type']!r}, which is no name.")
     for dtype in ("dtype", "torch_dtype"):
         check_dtype(stored.get(dtype))
     config = AutoConfig.from_pretrained(name, trust_remote_code=False)
     if isinstance(config, AvgKConfig):
         return config
     if isinstance(config, TimmWrapperConfig):
+        given = config.model_args or {}
+        stored["model_args"] = {name: given[name] for name in given if name != "num_classes"}  # which labels say too
         check_architecture(config.architecture)
-        check_model_args(config.model_args or {})
+        check_model_args(stored["model_args"])
         known_cfg(stored.get("pretrained_cfg") or {})
     known = {*inspect.signature(type(config)).parameters, *CALIBRATED, *LABELS}
     stored = {field: value for field, value in stored.items() if field in known}

@@ -157,7 +157,8 @@ class AvgKConfig(PreTrainedConfig):
             if not name.startswith("_"):
                 logger.warning(f"config.{name} is no field of {cls.__name__} and is left out.")
         config_dict = {name: value for name, value in config_dict.items() if name in known}
-        stored = _number_of_labels(config_dict)
+        check_labels(config_dict)
+        stored = len(config_dict.get("id2label") or {})
         wanted = len(kwargs["id2label"]) if "id2label" in kwargs else kwargs.get("num_labels", stored)
         if stored and wanted != stored:
             stale = ("thresholds", "heads", "head_thresholds", "coverage", "calibration", "train_counts")
@@ -260,15 +261,19 @@ def check_num_labels(num_labels: Any) -> None:
         raise ValueError(f"num_labels={num_labels!r} must be a whole number of at most {MOST_LABELS:,}.")
 
 
+def check_labels(stored: dict[str, Any]) -> None:
+    """Refuse labels of a config.json, of any class, that are no labels."""
+    for name in ("num_labels", "num_classes"):
+        check_num_labels(stored.get(name))
+    for name in ("id2label", "label2id"):
+        if not isinstance(stored.get(name), (dict, type(None))):
+            raise ValueError(f"config.{name} must be a mapping, but is of type {type(stored[name]).__name__}.")
+
+
 def check_dtype(dtype: Any) -> None:
     """Refuse a name that is no type of weights; transformers would take any name of torch."""
     if not (dtype is None or isinstance(dtype, torch.dtype) or dtype in DTYPES):
         raise ValueError(f"config.dtype={dtype!r} is unknown; choose one of {list(DTYPES)}.")
-
-
-def _number_of_labels(config_dict: dict[str, Any]) -> int:
-    labels = config_dict.get("id2label")
-    return len(labels) if isinstance(labels, dict) else 0
 
 
 def _refuse_misspelt(name: str) -> None:

@@ -473,7 +473,10 @@ def _stored_file(source: str, name: str) -> Path:
     try:
         return Path(hf_hub_download(repo_id, name, revision=revision or None))
     except EntryNotFoundError as error:
-        raise FileNotFoundError(f"{repo_id} holds no {name}, and other files are not opened here.") from error
+        raise FileNotFoundError(
+            f"{repo_id} has no {name}, neither on the Hub nor in the cache; weights in other files, which may be"
+            " pickles, are not opened here."
+        ) from error
 
 
 def _portable_cfg(pretrained_cfg: dict[str, Any], in_chans: int, image_size: int | None) -> dict[str, Any]:

@@ -21,6 +21,7 @@ from .sets import head_scores, predict_sets, ranked_sets, stored_head, stored_th
 
 TASK = "average-k-image-classification"
 MOST_ELONGATED = 200  # longer side to shorter; resizing the shorter side of a thinner image can take all memory
+SIDES = ("height", "width", "shortest_edge", "longest_edge")  # names of transformers' image processors
 ORIENTATION = 0x0112  # the EXIF tag
 
 
@@ -219,15 +220,15 @@ def _fetch(source: str, timeout: float | None) -> str | bytes | Image.Image:
 
 def check_processor(processor: Any) -> None:
     """Refuse an image processor that would make images of enormous size; its settings come with the model."""
-    known_cfg(getattr(processor, "data_config", {}))  # timm's
+    settings = processor.to_dict()
+    known_cfg(settings.get("data_config") or {})  # timm's
     for name in ("size", "crop_size", "pad_size"):
-        size = getattr(processor, name, None)
-        sides = size.values() if hasattr(size, "values") else (size,)
-        for side in sides:
-            if isinstance(side, (int, float)) and not 0 <= side <= MOST_SIDE:
-                raise ValueError(
-                    f"the image processor has {name}={size}, but an image may have at most {MOST_SIDE} pixels a side."
-                )
+        size = settings.get(name)
+        sides = [size.get(side) for side in SIDES] if isinstance(size, dict) else [size]
+        if any(isinstance(side, (int, float)) and not 0 <= side <= MOST_SIDE for side in sides):
+            raise ValueError(
+                f"the image processor has {name}={size}, but an image may have at most {MOST_SIDE} pixels a side."
+            )
 
 
 def config_score(config: Any) -> str:
