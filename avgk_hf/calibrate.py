@@ -1,6 +1,7 @@
 """Compute the thresholds of any image classifier on a dataset, or evaluate it with those it has."""
 
 import datetime
+import inspect
 import json
 import tempfile
 from collections.abc import Iterable
@@ -15,10 +16,19 @@ from datasets import Dataset, Image
 from huggingface_hub.utils import tqdm
 from safetensors import SafetensorError
 from torch import Tensor
-from transformers import AutoImageProcessor, AutoModelForImageClassification, PreTrainedModel, default_data_collator
+from transformers import (
+    AutoConfig,
+    AutoImageProcessor,
+    AutoModelForImageClassification,
+    PreTrainedConfig,
+    PreTrainedModel,
+    TimmWrapperConfig,
+    default_data_collator,
+)
 
 from . import auto  # noqa: F401  (makes the Auto classes know the model)
-from .configuration import read_json
+from .backbones import bounded, check_architecture, check_model_args, known_cfg
+from .configuration import AvgKConfig, check_dtype, check_labels, check_nesting, read_json
 from .conformal import (
     LEVELS,
     answer,
@@ -33,14 +43,18 @@ from .conformal import (
 from .data import align_labels, prepare, skip_bad_images
 from .data.datasets import ON_BAD_IMAGE
 from .data.transforms import ImageTransform, ProcessorTransform
-from .modeling import AvgKForImageClassification, check_folder, replacing
+from .modeling import AvgKForImageClassification, check_folder, refuse_adapter, replacing
 from .monitor import SetSizeMonitor
-from .pipeline import config_score
+from .pipeline import check_processor, config_score
 from .set_statistics import SetStatistics
 from .sets import check_k, check_thresholds, k_key, predict_sets, score, stored_head, stored_threshold
 from .trainer import AvgKTrainer
 from .training_args import AvgKTrainingArguments
 
+# what calibrating adds to the config of a classifier of another class
+CALIBRATED = ("thresholds", "heads", "head_thresholds", "coverage", "calibration", "score")
+# names in a config.json besides the fields of its class that mean something: labels, and timm's own
+LABELS = ("model_type", "num_labels", "num_classes", "label_names", "torch_dtype", "pretrained_cfg")
 # what the Trainer says besides about its own work
 TIMES = ("runtime", "samples_per_second", "steps_per_second", "model_preparation_time", "epoch")
 
@@ -56,7 +70,10 @@ def load_classifier(name: str) -> PreTrainedModel:
         if "/" not in name:
             name = _timm_repo(name)
     try:
-        model = AutoModelForImageClassification.from_pretrained(name, use_safetensors=True).eval()
+        config = load_config(name)
+        model = AutoModelForImageClassification.from_pretrained(
+            name, config=config, use_safetensors=True, trust_remote_code=False
+        ).eval()
     except SafetensorError as error:
         raise ValueError(f"the weights of {name} cannot be read ({error}); copy or download them again.") from error
     config = model.config
@@ -66,6 +83,41 @@ def load_classifier(name: str) -> PreTrainedModel:
     except ValueError as error:
         raise ValueError(f"{folder / 'config.json'}: {error}") from None
     return model
+
+
+def load_config(name: str) -> PreTrainedConfig:
+    """The config of a stranger's classifier, of which only what describes the model is taken, within bounds.
+
+    transformers acts on other names that it may hold: which code computes attention, which file holds the weights, how
+    they are packed.
+    """
+    refuse_adapter(name)
+    try:
+        stored, _ = PreTrainedConfig.get_config_dict(name)
+    except RecursionError:
+        raise ValueError(f"the config.json of {name} is nested too deep: it is damaged.") from None
+    check_nesting(stored, f"the config.json of {name}")
+    check_labels(stored)
+    if not isinstance(stored.get("model_type"), (str, type(None))):
+        raise ValueError(f"the config.json of {name} has model_type={stored['model_type']!r}, which is no name.")
+    for dtype in ("dtype", "torch_dtype"):
+        check_dtype(stored.get(dtype))
+    config = AutoConfig.from_pretrained(name, trust_remote_code=False)
+    if isinstance(config, AvgKConfig):
+        return config
+    if isinstance(config, TimmWrapperConfig):
+        given = config.model_args or {}
+        stored["model_args"] = {name: given[name] for name in given if name != "num_classes"}  # which labels say too
+        check_architecture(config.architecture)
+        check_model_args(stored["model_args"])
+        known_cfg(stored.get("pretrained_cfg") or {})
+    known = {*inspect.signature(type(config)).parameters, *CALIBRATED, *LABELS}
+    stored = {field: value for field, value in stored.items() if field in known}
+    config = type(config).from_dict(stored, name_or_path=name)
+    config._attn_implementation = config._experts_implementation = None  # of parts of the config, too
+    with torch.device("meta"), bounded(name):  # a trial that takes no memory
+        AutoModelForImageClassification.from_config(config, trust_remote_code=False)
+    return config
 
 
 def _timm_repo(name: str) -> str:
@@ -90,7 +142,9 @@ def image_processor(model: PreTrainedModel) -> Any:
             "this model was not loaded from anywhere, so its preprocessing is not known: save it with its image"
             " processor and load it with `load_classifier(folder)`."
         )
-    return AutoImageProcessor.from_pretrained(model.name_or_path)
+    processor = AutoImageProcessor.from_pretrained(model.name_or_path, trust_remote_code=False)
+    check_processor(processor)
+    return processor
 
 
 def model_scores(model: PreTrainedModel, pixel_values: Tensor, k: float | None = None) -> Tensor:
@@ -347,8 +401,7 @@ def save_classifier(model: PreTrainedModel, folder: str | Path, metrics: dict[st
 def write_thresholds(model: PreTrainedModel, folder: str | Path) -> None:
     """Store the thresholds of a calibrated model in the config.json of the folder it was loaded from."""
     path = Path(folder) / "config.json"
-    names = ("thresholds", "heads", "head_thresholds", "coverage", "calibration", "score")
-    found = {name: getattr(model.config, name) for name in names if hasattr(model.config, name)}
+    found = {name: getattr(model.config, name) for name in CALIBRATED if hasattr(model.config, name)}
     config = {**read_json(path), **found}
     new = path.with_name("config.json.new")
     new.write_text(json.dumps(config, indent=2, sort_keys=True, ensure_ascii=False) + "\n", encoding="utf-8")

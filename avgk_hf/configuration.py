@@ -6,16 +6,21 @@ import json
 import math
 import os
 import re
-from dataclasses import field
+from dataclasses import field, fields
 from pathlib import Path
 from typing import Any
 
+import torch
 from huggingface_hub.dataclasses import strict
 from huggingface_hub.errors import StrictDataclassError
 from transformers import PreTrainedConfig
+from transformers.utils import logging
 
+from .backbones import MOST_LABELS, check_architecture, check_model_args, known_cfg
 from .conformal import check_coverage
 from .sets import HEADS, SCORES, check_k, check_thresholds, is_number, k_key, stored_head, stored_threshold
+
+logger = logging.get_logger(__name__)
 
 INSTALLED = __name__.startswith("avgk_hf.")  # False where this file was loaded as remote code
 AUTO_MAP = {
@@ -31,6 +36,12 @@ CUSTOM_PIPELINES = {
 }
 OBJECTIVES = ("ce", "avgk", "an", "epr", "role", "topk")
 SCOPES = ("global", "local")
+IMAGE_PROCESSOR = "TimmWrapperImageProcessor"
+DTYPES = ("float16", "bfloat16", "float32", "float64")
+# names in a config.json besides the fields of the class that mean something here
+NOT_FIELDS = ("model_type", "num_labels", "torch_dtype", "name_or_path", "auto_map", "custom_pipelines")
+NOT_FIELDS += ("output_attentions",)
+MOST_NESTED = 20  # mappings and lists inside each other in a JSON file
 
 
 @strict
@@ -39,8 +50,9 @@ class AvgKConfig(PreTrainedConfig):
 
     Args:
         architecture: Name of a timm model.
-        model_args: Further keyword arguments of `timm.create_model`, e.g. `{"in_chans": 1}`.
-        pretrained_cfg: timm's description of the input (size, mean, std, ...), read by the image processor.
+        model_args: Arguments that shape the model, among `backbones.MODEL_ARGS`, e.g. `{"in_chans": 1}`.
+        pretrained_cfg: timm's description of the input (size, mean, std, ...), read by the image processor; what is
+            not known here is left out.
         objective: The training loss, a key of `avgk_hf.losses.LOSSES`.
         k: The average set size asked for in training, and the default in prediction. In [1, L).
         alpha: Weight of the pseudo-labels in the AVG-K loss.
@@ -74,7 +86,7 @@ class AvgKConfig(PreTrainedConfig):
     architecture: str = "resnet18"
     model_args: dict[str, Any] = field(default_factory=dict)
     pretrained_cfg: dict[str, Any] = field(default_factory=dict)
-    image_processor_type: str = "TimmWrapperImageProcessor"
+    image_processor_type: str = IMAGE_PROCESSOR
     objective: str = "avgk"
     k: float | int = 5
     alpha: float | int = 1.0
@@ -98,18 +110,21 @@ class AvgKConfig(PreTrainedConfig):
         if INSTALLED:  # the registered classes and pipeline serve; remote code would ask for trust_remote_code
             for name in ("auto_map", "custom_pipelines"):  # to_diff_dict writes both, so a config reads back equal
                 kwargs.pop(name, None)
-        own = [name for name in AvgKConfig.__annotations__ if name not in PreTrainedConfig.__annotations__]
-        own += ["num_labels", "id2label", "label2id"]
         for name in kwargs:  # any other name is kept as an attribute, as transformers does
-            near = difflib.get_close_matches(name.lower(), own, n=1, cutoff=0.75)
-            if near and not hasattr(PreTrainedConfig, name):
-                raise ValueError(f"config.{name} is no field of AvgKConfig. Did you mean {near[0]!r}?")
+            _refuse_misspelt(name)
+        check_num_labels(kwargs.get("num_labels"))
+        for dtype in (self.dtype, kwargs.get("torch_dtype")):
+            check_dtype(dtype)
         super().__post_init__(**kwargs)
         check_k(self.k)
         choices = {"objective": OBJECTIVES, "candidate_scope": SCOPES, "score": SCORES, "head": (*HEADS, "auto")}
+        choices["image_processor_type"] = (IMAGE_PROCESSOR,)
         for name, allowed in choices.items():
             if getattr(self, name) not in allowed:
                 raise ValueError(f"config.{name}={getattr(self, name)!r} is unknown; choose one of {list(allowed)}.")
+        check_architecture(self.architecture)
+        check_model_args(self.model_args)
+        self.pretrained_cfg = known_cfg(self.pretrained_cfg)
         for name in ("alpha", "beta", "epsilon", "role_lambda", "theta_lr"):
             if not is_number(getattr(self, name)) or not 0 <= getattr(self, name) < math.inf:
                 raise ValueError(f"config.{name}={getattr(self, name)!r} must be a finite number >= 0, e.g. 1.0.")
@@ -132,7 +147,17 @@ class AvgKConfig(PreTrainedConfig):
 
     @classmethod
     def from_dict(cls, config_dict: dict[str, Any], **kwargs: Any) -> "AvgKConfig":
-        """As in the base class; thresholds of another number of classes are dropped with the old head."""
+        """As in the base class; thresholds of another number of classes are dropped with the old head.
+
+        So is a name that is no field: transformers would keep it as an attribute, and act on some of them.
+        """
+        known = {*(item.name for item in fields(cls)), *NOT_FIELDS}
+        for name in set(config_dict) - known:
+            _refuse_misspelt(name)
+            if not name.startswith("_"):
+                logger.warning(f"config.{name} is no field of {cls.__name__} and is left out.")
+        config_dict = {name: value for name, value in config_dict.items() if name in known}
+        check_labels(config_dict)
         stored = len(config_dict.get("id2label") or {})
         wanted = len(kwargs["id2label"]) if "id2label" in kwargs else kwargs.get("num_labels", stored)
         if stored and wanted != stored:
@@ -156,6 +181,11 @@ class AvgKConfig(PreTrainedConfig):
             return super().from_pretrained(pretrained_model_name_or_path, **kwargs)
         except (ValueError, TypeError, StrictDataclassError) as error:
             raise _in_file(path, error) from error
+
+    @classmethod
+    def from_json_file(cls, json_file: str | os.PathLike) -> "AvgKConfig":
+        """As in the base class, by way of `from_dict`."""
+        return cls.from_dict(read_json(Path(json_file)))
 
     def to_json_file(self, json_file_path: str | os.PathLike, use_diff: bool = True) -> None:
         """As in the base class; a file that exists is replaced when the new one is complete."""
@@ -223,6 +253,36 @@ def _readable(init: Any) -> Any:
 AvgKConfig.__init__ = _readable(AvgKConfig.__init__)
 
 
+def check_num_labels(num_labels: Any) -> None:
+    """Refuse a number of classes for which no labels can be made."""
+    if num_labels is None:
+        return
+    if isinstance(num_labels, bool) or not isinstance(num_labels, int) or not 0 <= num_labels <= MOST_LABELS:
+        raise ValueError(f"num_labels={num_labels!r} must be a whole number of at most {MOST_LABELS:,}.")
+
+
+def check_labels(stored: dict[str, Any]) -> None:
+    """Refuse labels of a config.json, of any class, that are no labels."""
+    for name in ("num_labels", "num_classes"):
+        check_num_labels(stored.get(name))
+    for name in ("id2label", "label2id"):
+        if not isinstance(stored.get(name), (dict, type(None))):
+            raise ValueError(f"config.{name} must be a mapping, but is of type {type(stored[name]).__name__}.")
+
+
+def check_dtype(dtype: Any) -> None:
+    """Refuse a name that is no type of weights; transformers would take any name of torch."""
+    if not (dtype is None or isinstance(dtype, torch.dtype) or dtype in DTYPES):
+        raise ValueError(f"config.dtype={dtype!r} is unknown; choose one of {list(DTYPES)}.")
+
+
+def _refuse_misspelt(name: str) -> None:
+    own = [name for name in AvgKConfig.__annotations__ if name not in PreTrainedConfig.__annotations__]
+    near = difflib.get_close_matches(name.lower(), [*own, "num_labels", "id2label", "label2id"], n=1, cutoff=0.75)
+    if near and not hasattr(PreTrainedConfig, name):
+        raise ValueError(f"config.{name} is no field of AvgKConfig. Did you mean {near[0]!r}?")
+
+
 def _plain(thresholds: dict[float, float]) -> dict[str, float]:
     return {k_key(k): float(lambda_val) for k, lambda_val in sorted(thresholds.items())}
 
@@ -239,6 +299,19 @@ def read_json(path: Path) -> dict[str, Any]:
         raise FileNotFoundError(f"{path} is missing.") from None
     except ValueError as error:
         raise ValueError(f"{path} is not valid JSON ({error}): it is cut off or damaged.") from None
+    except RecursionError:
+        raise ValueError(f"{path} nests more than {MOST_NESTED} mappings or lists: it is damaged.") from None
     if not isinstance(content, dict):
         raise ValueError(f"{path} must hold a mapping, but holds {type(content).__name__}.")
+    check_nesting(content, path)
     return content
+
+
+def check_nesting(content: dict[str, Any], path: str | Path) -> None:
+    """Refuse what is nested deeper than anything that is written here: copying and checking it would not end well."""
+    level: list[Any] = [content]
+    for _ in range(MOST_NESTED):
+        inside = (item.values() if isinstance(item, dict) else item for item in level)
+        level = [item for items in inside for item in items if isinstance(item, (dict, list))]
+    if level:
+        raise ValueError(f"{path} nests more than {MOST_NESTED} mappings or lists: it is damaged.")

@@ -3,11 +3,10 @@
 This file and those it imports also travel with a saved model as remote code, so it imports only what inference needs.
 """
 
-import difflib
-import fnmatch
 import json
 import math
 import os
+import re
 import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -17,33 +16,36 @@ from typing import Any
 
 import timm
 import torch
+from huggingface_hub import hf_hub_download
+from huggingface_hub.errors import EntryNotFoundError
 from safetensors import SafetensorError, safe_open
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 from transformers import initialization as init
 from transformers.models.auto.modeling_auto import MODEL_FOR_IMAGE_CLASSIFICATION_MAPPING_NAMES
-from transformers.utils import ModelOutput
+from transformers.utils import ModelOutput, find_adapter_config_file, is_peft_available
 
+from .backbones import (
+    check_architecture,
+    check_model_args,
+    create_backbone,
+    feature_width,
+    is_registered,
+    known_cfg,
+    near_models,
+)
 from .configuration import AvgKConfig, read_json
 from .conformal import answer, check_request
-from .densenet import densenet40_40_cifar  # noqa: F401  (so that timm knows it)
 from .pipeline import AverageKImageClassificationPipeline  # noqa: F401  (so that it travels with this file)
 from .sets import calibration_record, check_k, head_scores, ranked_sets, recorded_head
 
 ALIGNMENT = 64  # bytes, as torch allocates
 # what a saved model carries as remote code
 CODE = (
-    "configuration.py", "conformal.py", "densenet.py", "images.py", "modeling.py", "monitor.py", "pipeline.py",
-    "sets.py",
+    "backbones.py", "configuration.py", "conformal.py", "densenet.py", "images.py", "modeling.py", "monitor.py",
+    "pipeline.py", "sets.py",
 )  # fmt: skip
-ENCODER = "returns many vectors for an image, not one; take the model of the same name without `_enc`"
-UNSUPPORTED = {  # timm models, as patterns, and why they are refused
-    "deepseek_vit_*_enc": ENCODER,
-    "gemma4_vit_*_enc": ENCODER,
-    "mobilenetv5_*_enc": ENCODER,
-    "qwen3_vit_*_enc": ENCODER,
-}
-
+MOST_HEAD_WEIGHTS = 500_000_000  # of both heads, 2 GB
 UNFINISHED = ".unfinished"  # folder inside a folder that is being written
 CONVERT = "save_file(torch.load(FILE, weights_only=True), 'model.safetensors', metadata={'format': 'pt'})"
 
@@ -100,10 +102,15 @@ class AvgKForImageClassification(PreTrainedModel):
                 f"config.head={config.head!r} needs the SCCP head, which objective={config.objective!r} does not"
                 " train: use `head='ml'`."
             )
-        self.backbone = create_backbone(config.architecture, **config.model_args)
+        self.backbone = create_backbone(config.architecture, config.model_args)
         self._built_on_meta = any(parameter.is_meta for parameter in self.backbone.parameters())
         self.supports_gradient_checkpointing = hasattr(self.backbone, "set_grad_checkpointing")
-        width = _feature_width(self.backbone)
+        width = feature_width(self.backbone)
+        if (1 + config.sccp_head) * width * config.num_labels > MOST_HEAD_WEIGHTS:
+            raise ValueError(
+                f"config.num_labels={config.num_labels} is too many for {config.architecture}, whose {width} features"
+                f" each need a weight for each class: at most {MOST_HEAD_WEIGHTS:,} weights are allowed in the heads."
+            )
         self.ml_head = nn.Linear(width, config.num_labels)
         self.sccp_head = nn.Linear(width, config.num_labels) if config.sccp_head else None
         self._tied_weights_keys = _shared_names(self) or None  # peft takes a dict, even empty, for word embeddings
@@ -134,7 +141,8 @@ class AvgKForImageClassification(PreTrainedModel):
             pretrained: Whether to load the backbone's weights. Default: for a folder or Hub id yes, for a name no.
             checkpoint: A local safetensors file with the weights of the named timm model.
             image_size: Side of the square input, if not the backbone's own. Images are resized to it uncropped.
-            model_args: Further keyword arguments of `timm.create_model`, e.g. `{"in_chans": 1}` for grey images.
+            model_args: Arguments that shape the backbone, among `backbones.MODEL_ARGS`, e.g. `{"in_chans": 1}` for
+                grey images.
             config_fields: Further fields of `AvgKConfig`, e.g. `alpha=5.0` or `id2label={0: "oak", 1: "elm"}`.
         """
         if "id2label" in config_fields:
@@ -151,21 +159,32 @@ class AvgKForImageClassification(PreTrainedModel):
 
         is_folder = Path(name).is_dir()
         source = f"local-dir:{name}" if is_folder else name
-        model_args = {**_stored_args(source), **(model_args or {})}
+        model_args = dict(model_args or {})
         if pretrained is None:
-            pretrained = is_folder or ":" in name or checkpoint is not None
-        overlay = None
-        if checkpoint is not None:
-            if Path(checkpoint).suffix != ".safetensors" or not Path(checkpoint).is_file():
-                raise ValueError(
-                    f"checkpoint={checkpoint!r} is not a .safetensors file. Convert other weights once with"
-                    " `safetensors.torch.save_file(model.state_dict(), 'weights.safetensors')`."
-                )
-            overlay = {"file": str(checkpoint)}
-        if image_size is not None and _fixed_input_size(source):
-            model_args.setdefault("img_size", image_size)
+            pretrained = ":" in source or checkpoint is not None
+        if checkpoint is not None and (Path(checkpoint).suffix != ".safetensors" or not Path(checkpoint).is_file()):
+            raise ValueError(
+                f"checkpoint={checkpoint!r} is not a .safetensors file. Convert other weights once with"
+                " `safetensors.torch.save_file(model.state_dict(), 'weights.safetensors')`."
+            )
+        weights: dict[str, Any] = {} if checkpoint is None else {"file": str(checkpoint)}
+        if ":" in source:
+            architecture, stored_args, cfg = _stored_config(source)
+            model_args = {**stored_args, **model_args}
+            if pretrained and checkpoint is None:
+                weights = {"file": str(_stored_file(source, "model.safetensors"))}
+            where = {"pretrained_cfg": {**cfg, **weights}}
+        elif not is_registered(name):
+            raise ValueError(
+                f"{name!r} is neither a timm model nor a local folder. {near_models(name)} For a Hub model write"
+                " `hf_hub:<repo id>`."
+            )
+        else:
+            architecture, where = name, {"pretrained_cfg_overlay": weights} if weights else {}
+            if image_size is not None and timm.get_pretrained_cfg(name, allow_unregistered=True).fixed_input_size:
+                model_args.setdefault("img_size", image_size)
         # timm itself loads the weights, once; __init__ builds without them, or every from_pretrained would fetch them
-        trained = create_backbone(source, pretrained=pretrained, pretrained_cfg_overlay=overlay, **model_args)
+        trained = create_backbone(architecture, model_args, pretrained, **where)
         pretrained_cfg = _portable_cfg(trained.pretrained_cfg, model_args.get("in_chans", 3), image_size)
         config = cls.config_class(
             architecture=pretrained_cfg["architecture"],
@@ -204,13 +223,15 @@ class AvgKForImageClassification(PreTrainedModel):
     def _fresh_backbone(self) -> nn.Module:
         if getattr(self, "_fresh", None) is None:
             with torch.device("cpu"):
-                self.__dict__["_fresh"] = create_backbone(self.config.architecture, **self.config.model_args)
+                self.__dict__["_fresh"] = create_backbone(self.config.architecture, self.config.model_args)
         return self.__dict__["_fresh"]
 
     @classmethod
     def from_pretrained(cls, *args: Any, **kwargs: Any) -> "AvgKForImageClassification":
         """As in the base class, from safetensors only; a half-written folder is refused with the file's name."""
         folder = args[0] if args else kwargs.get("pretrained_model_name_or_path")
+        if folder is not None:
+            refuse_adapter(folder, **kwargs)
         if folder is not None and Path(folder).is_dir() and not kwargs.get("variant"):
             check_folder(Path(folder, kwargs.get("subfolder") or ""))
         result = super().from_pretrained(*args, **{"use_safetensors": True, **kwargs})
@@ -408,32 +429,6 @@ def processor_config(config: AvgKConfig) -> dict[str, Any]:
     return {name: getattr(config, name) for name in ("image_processor_type", "architecture", "pretrained_cfg")}
 
 
-def create_backbone(name: str, **kwargs: Any) -> nn.Module:
-    """`timm.create_model` without classifier; an unknown name is refused with the nearest known ones."""
-    for pattern, reason in UNSUPPORTED.items():
-        if fnmatch.fnmatchcase(name.split(".")[0], pattern):
-            raise ValueError(f"the timm model {name!r} is not supported: it {reason}.")
-    try:
-        backbone = timm.create_model(name, num_classes=0, **kwargs)
-    except (RuntimeError, ValueError) as error:
-        if ":" in name or not any(text in str(error) for text in ("Unknown model", "no source prefix")):
-            raise
-        near = difflib.get_close_matches(name.split(".")[0], timm.list_models(), n=3)
-        hint = f"Did you mean {' or '.join(near)}?" if near else "`timm.list_models()` lists all of them."
-        raise ValueError(
-            f"{name!r} is neither a timm model nor a local folder. {hint} For a Hub model write `hf_hub:<repo id>`."
-        ) from None
-    if any(getattr(module, "out_features", None) == 0 for module in backbone.modules()):
-        backbone.reset_classifier(0)  # inception_next builds a layer of width 0 where others leave the layer out
-    return backbone
-
-
-def _feature_width(backbone: nn.Module) -> int:
-    """Number of pooled features d; timm has two names for it, and a SAM encoder sets the wrong one behind its neck."""
-    has_neck = isinstance(getattr(backbone, "neck", None), nn.Sequential)
-    return (not has_neck and getattr(backbone, "head_hidden_size", None)) or backbone.num_features
-
-
 def _shared_names(model: nn.Module) -> dict[str, str]:
     """Further names of parameters and buffers that occur more than once, as in coat; a file holds each one once."""
     first: dict[int, str] = {}
@@ -444,24 +439,49 @@ def _shared_names(model: nn.Module) -> dict[str, str]:
     }
 
 
-def _fixed_input_size(source: str) -> bool:
-    cfg = None if ":" in source else timm.get_pretrained_cfg(source, allow_unregistered=True)
-    return bool(cfg and cfg.fixed_input_size)
+def _stored_config(source: str) -> tuple[str, dict[str, Any], dict[str, Any]]:
+    """The architecture, the arguments that shape it and how images are prepared, as a timm folder or Hub repo says."""
+    path = _stored_file(source, "config.json")
+    stored = read_json(path)
+    cfg = stored.get("pretrained_cfg", stored)  # timm once wrote one mapping for all
+    architecture, model_args = stored.get("architecture"), stored.get("model_args") or {}
+    if not isinstance(architecture, str) or not isinstance(model_args, dict) or not isinstance(cfg, dict):
+        raise ValueError(f"{path} does not describe a timm model: it needs `architecture` and `pretrained_cfg`.")
+    try:
+        check_architecture(architecture)
+        model_args = {name: value for name, value in model_args.items() if name != "num_classes"}  # heads are ours
+        check_model_args(model_args)
+        cfg = known_cfg(cfg)
+    except ValueError as error:
+        raise ValueError(f"{path}: {error}") from None
+    _, height, width = cfg.get("input_size", (3, 224, 224))
+    if cfg.get("fixed_input_size") and model_args.get("img_size"):  # where older exports kept the original's size
+        size = model_args["img_size"]
+        height, width = size if isinstance(size, (list, tuple)) else (size, size)
+    return architecture, model_args, {**cfg, "input_size": (model_args.get("in_chans", 3), height, width)}
 
 
-def _stored_args(source: str) -> dict[str, Any]:
-    """Arguments that change the architecture and are stored beside the weights of a folder or Hub model."""
+def _stored_file(source: str, name: str) -> Path:
+    """A file of a local folder or a Hub repo; never one that its config names."""
     kind, _, location = source.partition(":")
-    if not location:
-        return {}
     if kind == "local-dir":
-        return dict(json.loads((Path(location) / "config.json").read_text()).get("model_args") or {})
-    return dict(timm.models.load_model_config_from_hf(location)[2] or {})
+        check_folder(location, weights=name != "config.json")
+        return Path(location, name)
+    if kind not in ("hf_hub", "hf-hub"):
+        raise ValueError(f"{source!r} is of an unknown kind; write `hf_hub:<repo id>` or the path of a folder.")
+    repo_id, _, revision = location.partition("@")
+    try:
+        return Path(hf_hub_download(repo_id, name, revision=revision or None))
+    except EntryNotFoundError as error:
+        raise FileNotFoundError(
+            f"{repo_id} has no {name}, neither on the Hub nor in the cache; weights in other files, which may be"
+            " pickles, are not opened here."
+        ) from error
 
 
 def _portable_cfg(pretrained_cfg: dict[str, Any], in_chans: int, image_size: int | None) -> dict[str, Any]:
     """How images are prepared, for this number of channels and size, without download addresses and local paths."""
-    cfg = {k: v for k, v in pretrained_cfg.items() if k not in ("url", "file", "state_dict", "hf_hub_id", "source")}
+    cfg = known_cfg(pretrained_cfg)
     height, width = (image_size, image_size) if image_size else cfg["input_size"][1:]
     cfg["input_size"] = [in_chans, height, width]
     cfg.pop("num_classes", None)
@@ -472,6 +492,20 @@ def _portable_cfg(pretrained_cfg: dict[str, Any], in_chans: int, image_size: int
     if in_chans == 1:
         cfg.update(mean=[sum(cfg["mean"]) / len(cfg["mean"])], std=[sum(cfg["std"]) / len(cfg["std"])])
     return {k: list(v) if isinstance(v, tuple) else v for k, v in cfg.items() if v is not None}
+
+
+def refuse_adapter(name: str | os.PathLike, **kwargs: Any) -> None:
+    """Refuse an adapter of peft: its settings name another model to load and a module to import."""
+    if not is_peft_available():  # transformers then leaves it alone
+        return
+    given = ("cache_dir", "force_download", "token", "revision", "local_files_only", "subfolder")
+    where = {key: kwargs[key] for key in given if key in kwargs}
+    found = (kwargs.get("adapter_kwargs") or {}).get("_adapter_model_path")
+    if found or find_adapter_config_file(os.fspath(name), **where):
+        raise ValueError(
+            f"{found or name} holds an adapter of peft, and adapters are not loaded here: load its base model and the"
+            " adapter with peft yourself, and save `model.merge_and_unload()`."
+        )
 
 
 def check_folder(folder: str | os.PathLike, weights: bool = True) -> None:
@@ -487,8 +521,8 @@ def check_folder(folder: str | os.PathLike, weights: bool = True) -> None:
     read_json(folder / "config.json")
     names = [name for name in ("model.safetensors", "adapter_model.safetensors") if (folder / name).is_file()]
     index = folder / "model.safetensors.index.json"
-    if not names and index.is_file():
-        names = sorted(set(read_json(index).get("weight_map", {}).values()))
+    if "model.safetensors" not in names and index.is_file():
+        names += check_weight_map(index)
     if not names and weights:
         state = ("training_args", "optimizer", "scheduler", "scaler", "rng_state")  # of a training, not of a model
         pickles = [p.name for ending in ("bin", "pt", "pth", "ckpt") for p in sorted(folder.glob(f"*.{ending}"))]
@@ -502,6 +536,16 @@ def check_folder(folder: str | os.PathLike, weights: bool = True) -> None:
         )
     for name in names:
         check_safetensors(folder / name)
+
+
+def check_weight_map(index: Path) -> list[str]:
+    """The files that an index of weights names; one that is not beside it is refused."""
+    weight_map = read_json(index).get("weight_map")
+    names = list(weight_map.values()) if isinstance(weight_map, dict) else []
+    for name in names:
+        if not isinstance(name, str) or not re.fullmatch(r"[\w.-]+\.safetensors", name):
+            raise ValueError(f"{index} names {name!r}, but weights are only read from *.safetensors files beside it.")
+    return sorted(set(names))
 
 
 def check_safetensors(path: Path) -> None:

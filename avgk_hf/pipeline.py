@@ -12,12 +12,14 @@ import numpy as np
 import torch
 from transformers import Pipeline
 
+from .backbones import MOST_SIDE, known_cfg
 from .conformal import answer, check_request
 from .images import open_image
 from .monitor import SetSizeMonitor
 from .sets import head_scores, predict_sets, ranked_sets, stored_head, stored_threshold
 
 TASK = "average-k-image-classification"
+SIDES = ("height", "width", "shortest_edge", "longest_edge")  # names of transformers' image processors
 
 
 class AverageKImageClassificationPipeline(Pipeline):
@@ -59,6 +61,7 @@ class AverageKImageClassificationPipeline(Pipeline):
 
     def __init__(self, *args: Any, monitor: bool = True, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
+        check_processor(self.image_processor)
         # a question that the model cannot answer is refused here, before any image is read
         check_request(self.model.config, **{"min_size": 1, **self._postprocess_params})
         self.monitor: SetSizeMonitor | None = None
@@ -145,6 +148,19 @@ def _fetch(source: str, timeout: float | None) -> str | bytes | dict[str, Any]:
         return base64.b64decode(source.split(",")[-1] if source.startswith("data:image/") else source, validate=True)
     except ValueError:
         raise FileNotFoundError(f"{short}: there is no such file; give a path, a URL, or base64.") from None
+
+
+def check_processor(processor: Any) -> None:
+    """Refuse an image processor that would make images of enormous size; its settings come with the model."""
+    settings = processor.to_dict()
+    known_cfg(settings.get("data_config") or {})  # timm's
+    for name in ("size", "crop_size", "pad_size"):
+        size = settings.get(name)
+        sides = [size.get(side) for side in SIDES] if isinstance(size, dict) else [size]
+        if any(isinstance(side, (int, float)) and not 0 <= side <= MOST_SIDE for side in sides):
+            raise ValueError(
+                f"the image processor has {name}={size}, but an image may have at most {MOST_SIDE} pixels a side."
+            )
 
 
 def config_score(config: Any) -> str:

@@ -27,6 +27,7 @@ from transformers import EarlyStoppingCallback, HfArgumentParser, set_seed
 from transformers.utils import logging
 
 from . import __version__, auto  # noqa: F401  (auto makes the Auto classes know the model)
+from .backbones import MOST_CHANNELS, MOST_SIDE
 from .configuration import OBJECTIVES, SCOPES
 from .data import class_counts, load_splits, prepare, skip_bad_images
 from .data.datasets import ON_BAD_IMAGE
@@ -55,7 +56,7 @@ class ModelArguments:
     image_size: int | None = field(default=None, metadata={"help": "Side of the square input."})
     in_chans: int = field(default=3, metadata={"help": "Channels of the input: 3 for colour, 1 for grey."})
     model_args: str | None = field(
-        default=None, metadata={"help": "Further arguments of timm.create_model, as JSON or a YAML mapping."}
+        default=None, metadata={"help": "Arguments that shape the timm model, as JSON or a YAML mapping."}
     )
     freeze_backbone: bool = field(default=False, metadata={"help": "Train the heads only."})
     channels_last: bool = field(
@@ -79,7 +80,7 @@ class ModelArguments:
         _check_fields(self)
         check_k(self.k)
         for name in ("image_size", "in_chans"):
-            value, most = getattr(self, name), {"image_size": 10_000, "in_chans": 1_000}[name]
+            value, most = getattr(self, name), {"image_size": MOST_SIDE, "in_chans": MOST_CHANNELS}[name]
             if value is not None and not 1 <= value <= most:
                 raise ValueError(f"{name}={value!r} must be a whole number in [1, {most}], e.g. `{name}: 3`.")
         for name in ("alpha", "beta", "epsilon", "role_lambda", "theta_lr"):
@@ -264,8 +265,8 @@ def build_model(arguments: ModelArguments, names: list[str]) -> AvgKForImageClas
     """The model that the recipe describes, for classes of these names."""
     try:
         model_args = json.loads(arguments.model_args or "{}")
-    except json.JSONDecodeError as error:
-        raise ValueError(f"model_args={arguments.model_args!r} is not a mapping in JSON: {error}") from None
+    except (json.JSONDecodeError, RecursionError) as error:
+        raise ValueError(f"model_args={arguments.model_args[:80]!r} is not a mapping in JSON: {error}") from None
     if not isinstance(model_args, dict):
         raise ValueError(f"model_args={arguments.model_args!r} is not a mapping in JSON, e.g. `model_args: {{}}`.")
     if arguments.in_chans != 3:

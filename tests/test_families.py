@@ -12,7 +12,7 @@ import torch
 from safetensors.torch import load_file
 
 from avgk_hf import AvgKConfig, AvgKForImageClassification
-from avgk_hf.modeling import UNSUPPORTED
+from avgk_hf.backbones import UNSUPPORTED
 
 NARROW_VIT = {"depth": 2, "embed_dim": 48, "num_heads": 3}
 NARROW_SWIN = {"depths": [2, 2, 1, 1], "embed_dim": 24, "num_heads": [1, 2, 4, 8]}

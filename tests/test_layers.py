@@ -9,8 +9,9 @@ ROOT = Path(__file__).parent.parent
 PACKAGE = ROOT / "avgk_hf"
 LAYERS = [
     {"guard", "images", "sets", "shell"},
-    {"conformal", "monitor"},
-    {"configuration", "set_statistics", "pipeline", "densenet"},
+    {"conformal", "monitor", "densenet"},
+    {"backbones"},
+    {"configuration", "set_statistics", "pipeline"},
     {"metrics", "processes"},
     {"data", "modeling", "losses"},
     {"auto", "training_args", "model_card", "hub", "runs"},
@@ -23,7 +24,7 @@ LAYERS = [
     {"compare"},
     {"cli"},
 ]
-REMOTE = {"configuration", "conformal", "densenet", "images", "modeling", "monitor", "pipeline", "sets"}
+REMOTE = {"backbones", "configuration", "conformal", "densenet", "images", "modeling", "monitor", "pipeline", "sets"}
 
 
 def imports(path: Path) -> set[str]:

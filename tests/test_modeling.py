@@ -60,10 +60,10 @@ def test_auto_classes_load_a_saved_model(make_model, tmp_path):
 
 def test_weights_of_a_local_timm_folder(tmp_path):
     original = timm.create_model("test_resnet", num_classes=17, in_chans=1)
-    timm.models.save_for_hf(original, tmp_path / "timm", model_args={"in_chans": 1})
+    timm.models.save_for_hf(original, tmp_path / "timm", model_args={"in_chans": 1}, safe_serialization=True)
     for name in (str(tmp_path / "timm"), f"local-dir:{tmp_path / 'timm'}"):
         model = AvgKForImageClassification.from_timm(name, num_labels=5, k=2)
-        assert model.config.architecture == "test_resnet" and model.config.model_args == {"in_chans": 1}
+        assert model.config.architecture == "test_resnet" and model.config.model_args["in_chans"] == 1
         own = model.backbone.state_dict()
         assert all(torch.equal(value, own[key]) for key, value in original.state_dict().items() if key in own)
     assert str(tmp_path) not in json.dumps(model.config.to_dict())  # no path of this machine in a saved model
@@ -73,7 +73,7 @@ def test_weights_of_a_hub_id(tmp_path):
     """From the Hub's cache, in a new process, because the place of the cache is read on import."""
     original = timm.create_model("test_resnet", num_classes=17)
     repo = tmp_path / "home" / "hub" / "models--someone--tiny"
-    timm.models.save_for_hf(original, repo / "snapshots" / ("0" * 40))
+    timm.models.save_for_hf(original, repo / "snapshots" / ("0" * 40), safe_serialization=True)
     (repo / "refs").mkdir()
     (repo / "refs" / "main").write_text("0" * 40)
     code = (

@@ -180,6 +180,7 @@ def test_remote_code_without_the_package(saved, images, tmp_path):
     folder, model, scores, expected = saved
     files = {path.name for path in folder.iterdir()}
     assert {path for path in files if path.endswith(".py")} == {
+        "backbones.py",
         "configuration.py",
         "conformal.py",
         "densenet.py",
