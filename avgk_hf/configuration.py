@@ -15,6 +15,7 @@ from huggingface_hub.errors import StrictDataclassError
 from transformers import PreTrainedConfig
 
 from .conformal import check_coverage
+from .files import new_file
 from .sets import HEADS, SCORES, check_k, check_thresholds, is_number, k_key, stored_head, stored_threshold
 
 INSTALLED = __name__.startswith("avgk_hf.")  # False where this file was loaded as remote code
@@ -159,9 +160,8 @@ class AvgKConfig(PreTrainedConfig):
 
     def to_json_file(self, json_file_path: str | os.PathLike, use_diff: bool = True) -> None:
         """As in the base class; a file that exists is replaced when the new one is complete."""
-        new = f"{os.fspath(json_file_path)}.new"
-        super().to_json_file(new, use_diff)
-        os.replace(new, json_file_path)
+        with new_file(json_file_path) as new:
+            super().to_json_file(new, use_diff)
 
     def to_diff_dict(self) -> dict[str, Any]:
         """What is written to config.json: also those defaults that other readers of the file depend on."""

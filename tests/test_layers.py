@@ -8,7 +8,7 @@ import avgk_hf
 ROOT = Path(__file__).parent.parent
 PACKAGE = ROOT / "avgk_hf"
 LAYERS = [
-    {"sets", "shell"},
+    {"files", "sets", "shell"},
     {"conformal", "monitor"},
     {"configuration", "set_statistics", "pipeline", "densenet"},
     {"metrics", "processes"},
@@ -23,7 +23,7 @@ LAYERS = [
     {"compare"},
     {"cli"},
 ]
-REMOTE = {"configuration", "conformal", "densenet", "modeling", "monitor", "pipeline", "sets"}
+REMOTE = {"configuration", "conformal", "densenet", "files", "modeling", "monitor", "pipeline", "sets"}
 
 
 def imports(path: Path) -> set[str]:
