@@ -567,11 +567,11 @@ class AvgKTrainer(Trainer):
             self._refuse_divergence("weights are not finite any more")
         run, name = Path(self._get_output_dir(trial)), f"{PREFIX_CHECKPOINT_DIR}-{self.state.global_step}"
         unfinished = run / UNFINISHED
-        if self.args.should_save:
-            fresh_folder(unfinished)  # in the place of what a process left that was killed
-        self.accelerator.wait_for_everyone()
         self._checkpoint_unfinished = True
         try:
+            if self.args.should_save:
+                fresh_folder(unfinished)  # in the place of what a process left that was killed
+            self.accelerator.wait_for_everyone()
             super()._save_checkpoint(model, trial)
             if self.state.best_model_checkpoint == str(unfinished / name):
                 self.state.best_model_checkpoint = str(run / name)

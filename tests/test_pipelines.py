@@ -183,6 +183,7 @@ def test_remote_code_without_the_package(saved, images, tmp_path):
         "configuration.py",
         "conformal.py",
         "densenet.py",
+        "files.py",
         "modeling.py",
         "monitor.py",
         "pipeline.py",
