@@ -43,7 +43,8 @@ from .conformal import (
 from .data import align_labels, prepare, skip_bad_images
 from .data.datasets import ON_BAD_IMAGE
 from .data.transforms import ImageTransform, ProcessorTransform
-from .modeling import AvgKForImageClassification, check_folder, refuse_adapter, replacing
+from .files import new_file, replacing, write_text
+from .modeling import AvgKForImageClassification, check_folder, refuse_adapter
 from .monitor import SetSizeMonitor
 from .pipeline import check_processor, config_score
 from .set_statistics import SetStatistics
@@ -395,7 +396,8 @@ def save_classifier(model: PreTrainedModel, folder: str | Path, metrics: dict[st
         model.save_pretrained(new)
     dataset = (model.config.calibration or {}).get("dataset")
     card = render_card(folder.name, model.config, {"validation": metrics}, {}, dataset, calibrated_only=True)
-    card.save(folder / "README.md")
+    with new_file(folder / "README.md") as new:
+        card.save(new)
 
 
 def write_thresholds(model: PreTrainedModel, folder: str | Path) -> None:
@@ -403,6 +405,4 @@ def write_thresholds(model: PreTrainedModel, folder: str | Path) -> None:
     path = Path(folder) / "config.json"
     found = {name: getattr(model.config, name) for name in CALIBRATED if hasattr(model.config, name)}
     config = {**read_json(path), **found}
-    new = path.with_name("config.json.new")
-    new.write_text(json.dumps(config, indent=2, sort_keys=True, ensure_ascii=False) + "\n", encoding="utf-8")
-    new.replace(path)
+    write_text(path, json.dumps(config, indent=2, sort_keys=True, ensure_ascii=False) + "\n")

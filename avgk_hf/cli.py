@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from . import __version__
+from .files import new_file, open_log, write_text
 from .shell import guarded, logged
 
 METHODS = ("lac", "aps", "raps")  # of coverage; conformal.py knows them too, but imports torch
@@ -213,8 +214,7 @@ def run_evaluate(args: argparse.Namespace) -> None:
     elif calibrate:
         write_thresholds(model, args.model)
     elif args.out:
-        Path(args.out).parent.mkdir(parents=True, exist_ok=True)
-        Path(args.out).write_text(text + "\n")
+        write_text(args.out, text + "\n")
     width = max(32, *(len(name) + 2 for name in metrics))
     print(text if args.json else "\n".join(f"{name:{width}}{value:.6g}" for name, value in metrics.items()))
     if monitor and not monitor.drifted and not args.json:  # a drift was said already
@@ -332,7 +332,8 @@ def run_card(args: argparse.Namespace) -> None:
     from .model_card import card_of_run
 
     out = Path(args.out or Path(args.run) / "README.md")
-    card_of_run(args.run, args.repo).save(out)
+    with new_file(out) as new:
+        card_of_run(args.run, args.repo).save(new)
     print(f"written to {out}")
 
 
@@ -426,7 +427,7 @@ def main(arguments: list[str] | None = None) -> int:
     else:
         args = build_parser().parse_args(arguments)
     try:
-        file = open(log, "a", encoding="utf-8") if log else None
+        file = open_log(log) if log else None
     except OSError as error:
         print(f"avgk: nothing can be logged to {log} ({error}).", file=sys.stderr)
         return 2

@@ -39,9 +39,10 @@ from .comparison import (
 )
 from .data import prepare
 from .data.glyphs import load_glyphs
+from .files import output_folder
 from .set_statistics import SetStatistics
 from .sets import HEADS, all_scores, k_key
-from .shell import guarded
+from .shell import guarded, is_secret
 from .train import (
     DataArguments,
     load_all,
@@ -144,7 +145,7 @@ def _trainer(comparison: Comparison, run: Run, folder: str) -> tuple[AvgKTrainer
         trainer.remove_callback(callback)
     blocks = {**vars(model_args), **vars(data_args), "dataset": trainer.dataset_name}
     stated = [*comparison.fields, *run.values]
-    blocks |= {name: getattr(args, name) for name in stated if hasattr(args, name)}
+    blocks |= {name: getattr(args, name) for name in stated if hasattr(args, name) and not is_secret(name)}
     config = {name: getattr(value, "value", value) for name, value in blocks.items() if name != "output_dir"}
     return trainer, data, config
 
@@ -273,8 +274,7 @@ def _curve(history: list[dict[str, Any]], ks: Sequence[float], own: float) -> li
 def work(comparison: Comparison, workers: int = 1) -> None:
     """Do what is left, run after run; what another worker holds is left to it, and taken over if that one dies."""
     torch.set_num_threads(1)  # on every machine and with every number of workers the same rounding
-    locks = Path(comparison.output_dir) / ".locks"
-    locks.mkdir(parents=True, exist_ok=True)
+    locks = output_folder(Path(comparison.output_dir) / ".locks")
     while True:
         runs, unknown = plan(comparison)
         left = [run for run in runs if finished(comparison, run) is None]
@@ -431,7 +431,7 @@ def run_comparison(comparison: Comparison, workers: int = 1, dry_run: bool = Fal
         raise ValueError(f"workers={workers!r} must be a whole number of at least 1.")
     if dry_run:
         return describe(comparison, workers)
-    Path(comparison.output_dir).mkdir(parents=True, exist_ok=True)
+    output_folder(comparison.output_dir)
     runs, unknown = plan(comparison)
     if unknown or any(finished(comparison, run) is None for run in runs):
         try:
@@ -441,9 +441,7 @@ def run_comparison(comparison: Comparison, workers: int = 1, dry_run: bool = Fal
                 _work_together(comparison, workers)
         except KeyboardInterrupt as stop:
             raise type(stop)("stopped; finished runs are kept, and the same command goes on with the rest.") from None
-    locks = Path(comparison.output_dir) / ".locks"
-    locks.mkdir(exist_ok=True)
-    with FileLock(locks / "report.lock"):
+    with FileLock(output_folder(Path(comparison.output_dir) / ".locks") / "report.lock"):
         return write_comparison(comparison)
 
 

@@ -8,7 +8,6 @@ import hashlib
 import itertools
 import json
 import math
-import os
 import random
 import re
 from collections import Counter
@@ -18,7 +17,9 @@ from pathlib import Path
 from typing import Any
 
 from .configuration import OBJECTIVES
+from .files import write_text
 from .sets import check_k, k_key
+from .shell import is_secret
 from .train import (
     DataArguments,
     ModelArguments,
@@ -79,7 +80,11 @@ class Comparison:
             if not isinstance(own, dict):
                 raise ValueError(f"{place}: {own!r} must map fields to values, e.g. `{place}: {{}}`.")
             for name, values in own.items():
-                if name not in known or (name in SET_HERE and (place == "shared" or name != "objective")):
+                if (
+                    name not in known
+                    or is_secret(name)
+                    or (name in SET_HERE and (place == "shared" or name != "objective"))
+                ):
                     raise ValueError(f"{place}: {name!r} cannot be set here; name a field of the model or training.")
                 if (isinstance(values, list) or place == "shared") and not _different(values):
                     raise ValueError(f"{place}: {name}={values!r} must be a list of different values.")
@@ -321,7 +326,4 @@ def num_epochs(comparison: Comparison, values: dict[str, Any]) -> float:
 
 def write_json(path: Path, content: Any) -> None:
     """Write JSON so that the file is there whole or not at all."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    new = path.with_name(f"{path.name}.{os.getpid()}.new")
-    new.write_text(json.dumps(content, indent=1, ensure_ascii=False) + "\n", encoding="utf-8")
-    os.replace(new, path)
+    write_text(path, json.dumps(content, indent=1, ensure_ascii=False) + "\n")

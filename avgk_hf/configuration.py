@@ -18,6 +18,7 @@ from transformers.utils import logging
 
 from .backbones import MOST_LABELS, check_architecture, check_model_args, known_cfg
 from .conformal import check_coverage
+from .files import new_file
 from .sets import HEADS, SCORES, check_k, check_thresholds, is_number, k_key, stored_head, stored_threshold
 
 logger = logging.get_logger(__name__)
@@ -189,9 +190,8 @@ class AvgKConfig(PreTrainedConfig):
 
     def to_json_file(self, json_file_path: str | os.PathLike, use_diff: bool = True) -> None:
         """As in the base class; a file that exists is replaced when the new one is complete."""
-        new = f"{os.fspath(json_file_path)}.new"
-        super().to_json_file(new, use_diff)
-        os.replace(new, json_file_path)
+        with new_file(json_file_path) as new:
+            super().to_json_file(new, use_diff)
 
     def to_diff_dict(self) -> dict[str, Any]:
         """What is written to config.json: also those defaults that other readers of the file depend on."""

@@ -5,6 +5,7 @@ from pathlib import Path
 from typing import Any
 
 from .data import load_splits
+from .files import make_folder, write_text
 from .modeling import AvgKForImageClassification
 from .plots import model_sheet, set_size_histogram
 from .sets import k_key
@@ -57,7 +58,7 @@ def demo(folder: str | Path = "runs/demo", overrides: list[str] | None = None) -
     Returns:
         The results of both runs, by name.
     """
-    folder = Path(folder)
+    folder = make_folder(folder)
     splits, results = None, {}
     for objective, name in OBJECTIVES.items():
         recipe = str(find_recipe(f"glyphs/{objective}.yaml"))
@@ -77,8 +78,8 @@ def demo(folder: str | Path = "runs/demo", overrides: list[str] | None = None) -
         title=f"Set sizes on test, K = {k_key(model.config.k)}",
     )
     text = table(results)
-    (folder / "table.md").write_text(text + "\n", encoding="utf-8")
-    (folder / "results.json").write_text(json.dumps(results, indent=2) + "\n")
+    write_text(folder / "table.md", text + "\n")
+    write_text(folder / "results.json", json.dumps(results, indent=2) + "\n")
     print(f"\n{text}\n\n(accuracies in percent, on test; shot columns are means over classes)\n")
     for what, path in {
         "models and cards": f"{folder / 'ce'}, {folder / 'avgk'}",

@@ -11,7 +11,6 @@ import copy
 import importlib
 import json
 import logging
-import shutil
 import tempfile
 import warnings
 from collections.abc import Iterator
@@ -29,7 +28,8 @@ from transformers import PreTrainedModel, default_data_collator
 
 from .calibrate import image_processor, model_scores, transform_for
 from .data import align_labels, prepare
-from .modeling import AvgKForImageClassification, processor_config, replacing
+from .files import copy_file, replacing, write_text
+from .modeling import AvgKForImageClassification, processor_config
 from .pipeline import config_score
 from .runs import check_output_dir
 from .set_statistics import SetStatistics
@@ -178,11 +178,11 @@ def export_onnx(
             if int8:
                 plain, small = report["measured"].values()
                 report["int8_difference"] = {name: small[name] - plain[name] for name in plain}
-        (folder / PROCESSOR).write_text(json.dumps(processor, indent=2) + "\n", encoding="utf-8")
-        (folder / REPORT).write_text(json.dumps(report, indent=2) + "\n", encoding="utf-8")
+        write_text(folder / PROCESSOR, json.dumps(processor, indent=2) + "\n")
+        write_text(folder / REPORT, json.dumps(report, indent=2) + "\n")
         with replacing(out) as new:
             for path in folder.iterdir():
-                shutil.copyfile(path, new / path.name)
+                copy_file(path, new / path.name)
     if not int8:
         Path(out, INT8).unlink(missing_ok=True)  # of another model
     return report

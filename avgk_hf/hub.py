@@ -1,17 +1,57 @@
 """Uploading a run: what belongs on the Hub, and nothing else."""
 
+import os
+from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Any
 
-from huggingface_hub import HfApi
+from huggingface_hub import CommitOperationAdd, HfApi
+from transformers.utils import logging
 
 from .configuration import AvgKConfig, read_json
-from .modeling import CODE, UNFINISHED, check_folder
+from .files import leads_out
+from .modeling import CODE, check_folder
+from .shell import masked
 
-# weights, thresholds, card, pictures and the code for trust_remote_code; no optimizer state, pickle or local path
-PUSHED = ["*.safetensors", "*.safetensors.index.json", "config.json", "preprocessor_config.json", "README.md"]
-PUSHED += ["*.png", "*.svg", *CODE]
-NOT_PUSHED = ["checkpoint-*", "objective.safetensors", f"{UNFINISHED}/*"]
+logger = logging.get_logger(__name__)
+# weights, thresholds, card and pictures; no optimizer state, pickle, local path, or code that is not of this package
+PUSHED = ("*.safetensors", "*.safetensors.index.json", "config.json", "preprocessor_config.json", "README.md")
+PUSHED += ("*.png", "*.svg")
+NOT_PUSHED = ("objective.safetensors", ".*")
+NEEDED = ("config.json", "model*.safetensors*", "adapter_model.safetensors")
+
+
+def published(folder: str | Path) -> dict[str, Path]:
+    """{name: file} of what others get of a model folder: known names at its top, and the code of this package.
+
+    What a link leads to is taken only from inside the folder, or from the blobs of the Hub's cache beside it.
+    """
+    folder = Path(os.path.realpath(folder))
+    blobs = folder.parent.parent / "blobs" if folder.parent.name == "snapshots" else None
+    files, left_out = {}, []
+    for path in sorted(folder.iterdir()):
+        target = Path(os.path.realpath(path))
+        if not _matches(path.name, PUSHED) or _matches(path.name, NOT_PUSHED) or not target.is_file():
+            continue
+        if leads_out(path) and target.parent != blobs:
+            left_out.append(path.name)
+        else:
+            files[path.name] = target
+    missing = [name for name in left_out if _matches(name, NEEDED)]
+    if missing:
+        raise ValueError(
+            f"{folder / missing[0]} is a link that leads out of the folder and is not followed; put the file itself in"
+            " its place."
+        )
+    if left_out:
+        logger.warning(f"left out, because they are links that lead out of {folder}: {', '.join(left_out)}")
+    if read_json(folder / "config.json").get("model_type") == AvgKConfig.model_type:
+        files |= {name: Path(__file__).with_name(name) for name in CODE}
+    return files
+
+
+def _matches(name: str, patterns: tuple[str, ...]) -> bool:
+    return any(fnmatchcase(name, pattern) for pattern in patterns)
 
 
 def push_folder(
@@ -24,20 +64,19 @@ def push_folder(
         repo_id: `user/name`; created if it does not exist.
         private: Whether a new repository is private.
         token: Access token; default: the one that is logged in.
-        kwargs: As in `HfApi.upload_folder`, e.g. `commit_message`.
+        kwargs: As in `HfApi.create_commit`, e.g. `commit_message`.
     """
     folder = Path(folder)
     check_folder(folder)
     if read_json(folder / "config.json").get("model_type") == AvgKConfig.model_type:
         AvgKConfig.from_pretrained(folder)  # refuses thresholds that nobody could use
+    files = [CommitOperationAdd(name, str(path)) for name, path in published(folder).items()]
     api = HfApi(token=token)
     try:
         repo_id = api.create_repo(repo_id, private=private, exist_ok=True).repo_id
-        return api.upload_folder(
-            repo_id=repo_id, folder_path=folder, allow_patterns=PUSHED, ignore_patterns=NOT_PUSHED, **kwargs
-        )
+        return api.create_commit(repo_id, files, **{"commit_message": "Upload model", **kwargs})
     except Exception as error:  # the client raises errors of many libraries; all leave the folder as it was
         raise OSError(
-            f"the upload to {repo_id} failed ({error.__cause__ or error}). {folder} is intact; go on with `avgk push"
-            f" {folder} {repo_id}`."
+            f"the upload to {repo_id} failed ({masked(str(error.__cause__ or error), token)}). {folder} is intact; go"
+            f" on with `avgk push {folder} {repo_id}`."
         ) from error

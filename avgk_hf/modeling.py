@@ -7,9 +7,6 @@ import json
 import math
 import os
 import re
-import shutil
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -36,17 +33,17 @@ from .backbones import (
 )
 from .configuration import AvgKConfig, read_json
 from .conformal import answer, check_request
+from .files import copy_file, make_folder, replacing, write_text
 from .pipeline import AverageKImageClassificationPipeline  # noqa: F401  (so that it travels with this file)
 from .sets import calibration_record, check_k, head_scores, ranked_sets, recorded_head
 
 ALIGNMENT = 64  # bytes, as torch allocates
 # what a saved model carries as remote code
 CODE = (
-    "backbones.py", "configuration.py", "conformal.py", "densenet.py", "images.py", "modeling.py", "monitor.py",
-    "pipeline.py", "sets.py",
+    "backbones.py", "configuration.py", "conformal.py", "densenet.py", "files.py", "images.py", "modeling.py",
+    "monitor.py", "pipeline.py", "sets.py",
 )  # fmt: skip
 MOST_HEAD_WEIGHTS = 500_000_000  # of both heads, 2 GB
-UNFINISHED = ".unfinished"  # folder inside a folder that is being written
 CONVERT = "save_file(torch.load(FILE, weights_only=True), 'model.safetensors', metadata={'format': 'pt'})"
 
 # where the stock pipeline looks up whether it supports a model; registering with the Auto class does not get there
@@ -245,21 +242,21 @@ class AvgKForImageClassification(PreTrainedModel):
 
     def save_pretrained(self, save_directory: str | os.PathLike, is_main_process: bool = True, **kwargs: Any) -> None:
         """As in the base class, with the code that `trust_remote_code=True` needs where this package is missing."""
-        if not is_main_process or kwargs.get("push_to_hub"):  # an upload that fails must leave what was saved
-            self._write(Path(save_directory), is_main_process, **kwargs)
-        else:
-            with replacing(save_directory) as folder:
-                self._write(folder, is_main_process, **kwargs)
-
-    def _write(self, folder: Path, is_main_process: bool, **kwargs: Any) -> None:
-        if is_main_process:
-            folder.mkdir(parents=True, exist_ok=True)
+        if not is_main_process:
+            super().save_pretrained(make_folder(save_directory), is_main_process=False, **kwargs)
+            return
+        push = kwargs.pop("push_to_hub", False)
+        names = ("repo_id", "commit_message", "create_pr", "private") if push else ()
+        upload = {name: kwargs.pop(name) for name in names if name in kwargs}
+        with replacing(save_directory) as folder:
             for name in CODE:
-                shutil.copyfile(Path(__file__).with_name(name), folder / name)
-            (folder / "preprocessor_config.json").write_text(
-                json.dumps(processor_config(self.config), indent=2) + "\n"
-            )
-        super().save_pretrained(folder, is_main_process=is_main_process, **kwargs)
+                copy_file(Path(__file__).with_name(name), folder / name)
+            processor = json.dumps(processor_config(self.config), indent=2)
+            write_text(folder / "preprocessor_config.json", processor + "\n")
+            super().save_pretrained(folder, **kwargs)
+        if push:  # of the model, and not of what else the folder holds; one that fails leaves what was saved
+            upload = {"repo_id": Path(save_directory).name, "token": kwargs.get("token"), **upload}
+            self.push_to_hub(**upload)
 
     def freeze_backbone(self) -> "AvgKForImageClassification":
         """Train the heads only: the backbone keeps its weights and its BatchNorm statistics. Returns the model."""
@@ -555,35 +552,3 @@ def check_safetensors(path: Path) -> None:
             file.keys()
     except (SafetensorError, OSError) as error:
         raise OSError(f"{path} is missing, cut off or damaged ({error}); restore it from a copy.") from error
-
-
-@contextmanager
-def replacing(folder: str | os.PathLike) -> Iterator[Path]:
-    """Give a new folder to write to, whose files replace those of `folder` when all of them are written.
-
-    A process that is killed, or runs out of space, while it writes leaves `folder` as it was. Killed in the moment of
-    replacing, it leaves it without config.json, and such a folder is refused.
-    """
-    folder = Path(folder)
-    new = folder / UNFINISHED
-    new.parent.mkdir(parents=True, exist_ok=True)
-    shutil.rmtree(new, ignore_errors=True)  # of a process that was killed
-    try:
-        new.mkdir()
-        yield new
-    except (OSError, SafetensorError) as error:
-        shutil.rmtree(new, ignore_errors=True)
-        raise OSError(f"{folder} could not be written ({error}); what was there before is unchanged.") from error
-    names = {path.name for path in new.iterdir()}
-    weights = {path.name for path in new.glob("*.safetensors*")}
-    if weights and "config.json" in names:
-        # first away, last back: a folder without it is refused, new weights with old thresholds would not be
-        (folder / "config.json").unlink(missing_ok=True)
-        stale = {path.name for path in folder.glob("model*.safetensors*")} - names  # of another number of shards
-        for name in stale if any(name.startswith("model") for name in weights) else ():
-            (folder / name).unlink()
-    for name in sorted(names, key=lambda name: name == "config.json"):
-        if (folder / name).is_dir():
-            shutil.rmtree(folder / name)
-        os.replace(new / name, folder / name)
-    new.rmdir()

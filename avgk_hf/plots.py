@@ -12,6 +12,7 @@ from huggingface_hub.utils import tqdm
 
 from .calibrate import evaluate
 from .data import load_splits, prepare
+from .files import make_folder, new_file, write_text
 from .model_card import read_results
 from .modeling import AvgKForImageClassification
 from .monitor import SetSizeMonitor
@@ -353,8 +354,7 @@ def plot_runs(runs: Sequence[str | Path], out: str | Path, formats: Sequence[str
     Returns:
         The files that were written.
     """
-    out = Path(out)
-    out.mkdir(parents=True, exist_ok=True)
+    out = make_folder(out)
     names = [Path(run).name for run in runs]
     if len(set(names)) < len(names):
         names = [str(run).strip("/").replace("/", "-") for run in runs]
@@ -393,7 +393,7 @@ def plot_runs(runs: Sequence[str | Path], out: str | Path, formats: Sequence[str
     if tradeoffs:  # earlier versions did not record it
         draw("tradeoff", tradeoff_curve, tradeoffs)
     files.append(out / "accuracy_against_k.json")
-    files[-1].write_text(json.dumps(curves, indent=2) + "\n")
+    write_text(files[-1], json.dumps(curves, indent=2) + "\n")
     return files
 
 
@@ -419,6 +419,7 @@ def _curve(model: AvgKForImageClassification, validation: Dataset, test: Dataset
 
 
 def _save(figure: Any, path: str | Path) -> None:
-    Path(path).parent.mkdir(parents=True, exist_ok=True)
-    figure.savefig(path, dpi=130)
+    path = Path(path)
+    with new_file(path if path.suffix else path.with_name(f"{path.name}.png")) as new:
+        figure.savefig(new, dpi=130)
     _pyplot().close(figure)

@@ -8,6 +8,7 @@ from typing import Any
 
 import numpy as np
 
+from .files import write_text
 from .model_card import read_results
 
 RESULTS = "results.json"
@@ -155,7 +156,6 @@ def write_report(folders: Sequence[str | Path], out: str | Path) -> str:
     """Write report.md and report.json to a folder and return the Markdown."""
     groups = report(folders)
     text = markdown(groups)
-    Path(out).mkdir(parents=True, exist_ok=True)
-    (Path(out) / "report.md").write_text(text, encoding="utf-8")
-    (Path(out) / "report.json").write_text(json.dumps(groups, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
+    write_text(Path(out) / "report.md", text)
+    write_text(Path(out) / "report.json", json.dumps(groups, indent=2, ensure_ascii=False) + "\n")
     return text

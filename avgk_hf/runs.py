@@ -14,6 +14,7 @@ from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 from transformers.utils import logging
 
 from .configuration import read_json
+from .files import open_log, output_folder
 from .modeling import check_folder, check_safetensors
 
 logger = logging.get_logger(__name__)
@@ -78,12 +79,12 @@ def where_to_go_on(run: str | Path, command: str = "`--resume_from_checkpoint la
 def check_output_dir(folder: str | Path, option: str = "output_dir") -> None:
     """Create the folder and refuse one that cannot be written to, before anything else is done."""
     try:
-        Path(folder).mkdir(parents=True, exist_ok=True)
+        output_folder(folder)
         with tempfile.TemporaryFile(dir=folder) as file:
             file.write(b"1")
     except OSError as error:
         raise OSError(
-            f"{option}={str(folder)!r} cannot be written to ({error.strerror}); choose another `{option}`."
+            f"{option}={str(folder)!r} cannot be written to ({error.strerror or error}); choose another `{option}`."
         ) from error
 
 
@@ -116,7 +117,7 @@ class LogFile(TrainerCallback):
             return
         time = datetime.datetime.now().strftime("%Y-%m-%d %H:%M:%S")
         try:
-            with open(Path(args.output_dir) / LOG, "a", encoding="utf-8") as file:
+            with open_log(Path(args.output_dir) / LOG) as file:
                 file.write(f"{time}  step {state.global_step}/{state.max_steps}  {text}\n")
         except OSError as error:  # a full disk ends the training where something is lost, at the next checkpoint
             logger.warning_once(f"{Path(args.output_dir) / LOG} could not be written ({error}).")

@@ -4,11 +4,14 @@ import contextlib
 import datetime
 import io
 import os
+import re
 import signal
 import sys
 import threading
 from collections.abc import Callable, Iterator
 from typing import TextIO
+
+MASK = "***"
 
 
 class Terminated(KeyboardInterrupt):
@@ -25,6 +28,31 @@ def _one_line(error: Exception) -> str:
     return lines[-1].partition(": ")[2] if "Traceback (most recent call last)" in str(error) else " ".join(lines)
 
 
+def masked(text: str, *tokens: str | None) -> str:
+    """A text without access tokens: those given, that of the environment, and what looks like one of the Hub."""
+    for token in filter(None, (*tokens, *map(os.environ.get, ("HF_TOKEN", "HUGGING_FACE_HUB_TOKEN")))):
+        text = text.replace(token, MASK)
+    return re.sub("hf_[A-Za-z0-9]{20,}", MASK, text)
+
+
+def without_tokens(arguments: list[str]) -> list[str]:
+    """The arguments of a command for a log or a hint: the value of a field that holds a token is masked."""
+    shown = []
+    for before, text in zip(["", *arguments], arguments, strict=False):
+        name, equals, _ = text.partition("=")
+        if equals and is_secret(name):
+            text = f"{name}={MASK}"
+        elif before.startswith("--") and "=" not in before and is_secret(before) and not text.startswith("--"):
+            text = MASK
+        shown.append(masked(text))
+    return shown
+
+
+def is_secret(field: str) -> bool:
+    """Whether a field or option of this name holds an access token."""
+    return re.search("token(?!s)", field.lower()) is not None  # there are settings that count tokens
+
+
 class _Tee(io.TextIOBase):
     """Writes to a stream as before, and every finished line to a log; of a progress bar its last state."""
 
@@ -35,7 +63,7 @@ class _Tee(io.TextIOBase):
         self.stream.write(text)
         *lines, self.line = (self.line + text).split("\n")
         for line in lines:
-            self.log.write(line.rpartition("\r")[2] + "\n")
+            self.log.write(masked(line.rpartition("\r")[2]) + "\n")
         return len(text)
 
     def flush(self) -> None:
@@ -53,7 +81,7 @@ def logged(log: TextIO | None, arguments: list[str]) -> Iterator[None]:
         yield
         return
     with log:
-        log.write(f"{datetime.datetime.now().isoformat(' ', 'seconds')} avgk {' '.join(arguments)}\n")
+        log.write(f"{datetime.datetime.now().isoformat(' ', 'seconds')} avgk {' '.join(without_tokens(arguments))}\n")
         out, err = _Tee(sys.stdout, log), _Tee(sys.stderr, log)
         with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
             yield
@@ -76,7 +104,7 @@ def guarded(name: str, command: Callable[[], None]) -> int:
     except (ValueError, OSError, ImportError) as error:
         if os.environ.get("AVGK_DEBUG"):
             raise
-        print(f"avgk {name}: {_one_line(error)}", file=sys.stderr)
+        print(f"avgk {name}: {masked(_one_line(error))}", file=sys.stderr)
         return 2
     finally:
         if main_thread:

@@ -7,16 +7,18 @@ import importlib.metadata
 import shutil
 import sys
 import tempfile
-from fnmatch import fnmatch
 from pathlib import Path
 
 from huggingface_hub import SpaceCardData
+from transformers.utils import logging
 
 from .app import chosen_examples, title_of
 from .calibrate import load_classifier
-from .hub import NOT_PUSHED, PUSHED
+from .files import copy_file, leads_out, make_folder, write_text
+from .hub import published
 from .sets import stored_threshold
 
+logger = logging.get_logger(__name__)
 APP = '''\
 """The page of a set-valued classifier, written by `avgk app`; README.md says what this folder is."""
 
@@ -64,7 +66,7 @@ def write_space(name: str, folder: str | Path, examples: str | None = None) -> s
         How to push it.
     """
     folder = Path(folder)
-    if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
+    if folder.is_symlink() or (folder.exists() and (not folder.is_dir() or any(folder.iterdir()))):
         raise ValueError(f"--space {folder} exists and is not an empty folder; name a new one.")
     try:
         needs = [text for text in importlib.metadata.requires("avgk_hf") or [] if "extra ==" not in text]
@@ -89,7 +91,10 @@ def write_space(name: str, folder: str | Path, examples: str | None = None) -> s
     )
     where = "`model/` holds the model" if local else f"the model is [{name}](https://huggingface.co/{name})"
     parent, here = folder.absolute().parent, Path(__file__).parent
-    with chosen_examples(model, examples) as chosen:
+    with chosen_examples(model, examples) as found:
+        chosen = [path for path, _ in found if not leads_out(path, examples and Path(examples))]
+        if len(chosen) < len(found):
+            logger.warning(f"left out {len(found) - len(chosen)} example(s): links that lead out of {examples}")
         code = APP.format(
             title=title,
             model='str(here / "model")' if local else repr(name),
@@ -99,21 +104,15 @@ def write_space(name: str, folder: str | Path, examples: str | None = None) -> s
         inside = folder if folder.is_dir() else parent  # an empty folder may be a volume of its own
         with tempfile.TemporaryDirectory(dir=inside, prefix=".avgk-space-") as unfinished:
             new = Path(unfinished)
-            (new / "app.py").write_text(code, encoding="utf-8")
-            (new / "README.md").write_text(
-                CARD.format(front=front.to_yaml(), title=title, where=where), encoding="utf-8"
-            )
-            (new / "requirements.txt").write_text("\n".join([*needs, f"gradio=={gradio}"]) + "\n")
+            write_text(new / "app.py", code)
+            write_text(new / "README.md", CARD.format(front=front.to_yaml(), title=title, where=where))
+            write_text(new / "requirements.txt", "\n".join([*needs, f"gradio=={gradio}"]) + "\n")
             shutil.copytree(here, new / here.name, ignore=shutil.ignore_patterns("__pycache__", "recipes"))
-            for number, (path, _) in enumerate(chosen):
-                (new / "examples").mkdir(exist_ok=True)
-                shutil.copyfile(path, new / "examples" / f"{number}{path.suffix.lower()}")
-            for path in Path(name).iterdir() if local else ():
-                kept = any(fnmatch(path.name, pattern) for pattern in PUSHED)
-                if path.is_file() and kept and not any(fnmatch(path.name, pattern) for pattern in NOT_PUSHED):
-                    (new / "model").mkdir(exist_ok=True)
-                    shutil.copyfile(path, new / "model" / path.name)
-            folder.mkdir(exist_ok=True)
+            for number, path in enumerate(chosen):
+                copy_file(path, new / "examples" / f"{number}{path.suffix.lower()}")
+            for file, path in published(name).items() if local else ():
+                copy_file(path, new / "model" / file)
+            make_folder(folder)
             for path in new.iterdir():  # written in full, and only renamed
                 shutil.move(path, folder / path.name)
     return HOW_TO_PUSH.format(folder=str(folder))

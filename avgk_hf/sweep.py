@@ -20,9 +20,11 @@ from typing import Any
 from filelock import FileLock
 from transformers import set_seed
 
+from .files import output_folder, write_text
 from .modeling import AvgKForImageClassification
 from .plots import sweep_curve
 from .report import as_text, interval
+from .shell import is_secret
 from .train import (
     HYPERPARAMETERS,
     ModelArguments,
@@ -73,7 +75,7 @@ class Sweep:
             raise ValueError("nothing to search: name a field and its values, e.g. `--search alpha=0.1,1,10`.")
         model, training = ({f.name for f in fields(block)} for block in (ModelArguments, AvgKTrainingArguments))
         for name, values in self.search.items():
-            if name not in model & set(HYPERPARAMETERS) and (name not in training or name in OWN):
+            if name not in model & set(HYPERPARAMETERS) and (name not in training or name in OWN or is_secret(name)):
                 known = sorted({*HYPERPARAMETERS, "learning_rate", "num_train_epochs", "per_device_train_batch_size"})
                 raise ValueError(f"search: {name!r} cannot be searched; choose among {', '.join(known)} and the like.")
             values = [_plain(value) for value in values] if isinstance(values, list) else values
@@ -161,8 +163,7 @@ def run_sweep(sweep: Sweep) -> dict[str, Any]:
         raise ValueError("a sweep is shared by starting `avgk sweep` several times, not by several processes of one.")
     for values in sweep.combinations():  # a value that is refused is refused now, and not after hours
         parse_recipe([sweep.recipe, *sweep.overrides, *_flags(values)])
-    folder = Path(sweep.output_dir)
-    folder.mkdir(parents=True, exist_ok=True)
+    folder = output_folder(sweep.output_dir)
     try:
         return _run(sweep, folder)
     except KeyboardInterrupt as stop:
@@ -188,8 +189,8 @@ def _run(sweep: Sweep, folder: Path) -> dict[str, Any]:
         text = run_seeds([sweep.recipe, *sweep.overrides, *overrides, "--seeds", str(sweep.seeds)], keep=True)
     found = {"recipe": sweep.recipe, "search": sweep.search, "seeds": sweep.seeds, "summary": rows, "winner": best}
     found["runs"] = str(winner)
-    (folder / "sweep.json").write_text(json.dumps({**found, "trials": trials}, indent=2) + "\n")
-    (folder / "sweep.md").write_text(markdown(rows, best) + "\n" + text, encoding="utf-8")
+    write_text(folder / "sweep.json", json.dumps({**found, "trials": trials}, indent=2) + "\n")
+    write_text(folder / "sweep.md", markdown(rows, best) + "\n" + text)
     for name in sweep.search:
         sweep_curve(_along(rows, name, best), name, folder / f"{name}.png")
     return found

@@ -8,7 +8,6 @@ every one can be overridden on the command line. The same file runs on several p
 import difflib
 import json
 import math
-import os
 import re
 import shlex
 import sys
@@ -32,6 +31,7 @@ from .configuration import OBJECTIVES, SCOPES
 from .data import class_counts, load_splits, prepare, skip_bad_images
 from .data.datasets import ON_BAD_IMAGE
 from .data.transforms import AUGMENTATIONS
+from .files import write_text
 from .model_card import hyperparameters, plain_metrics
 from .modeling import AvgKForImageClassification
 from .plots import set_size_histogram
@@ -39,7 +39,7 @@ from .report import RESULTS, write_report
 from .runs import check_output_dir, where_to_go_on
 from .set_statistics import SHOTS, SetStatistics
 from .sets import HEADS, SCORES, check_k, is_number, k_key
-from .shell import guarded
+from .shell import MASK, guarded, is_secret, without_tokens
 from .trainer import AvgKTrainer
 from .training_args import AvgKTrainingArguments
 
@@ -235,12 +235,12 @@ def read_recipe(path: Path) -> dict[str, Any]:
 def _check_value(name: str, value: Any, path: Path) -> None:
     """Refuse what a flag cannot carry: a mapping or list where one value is wanted, and control characters."""
     own = {item.name: item for block in (ModelArguments, DataArguments) for item in fields(block)}
-    remedy = f"write `{name}: VALUE` in {path}"
+    remedy, shown = f"write `{name}: VALUE` in {path}", MASK if is_secret(name) else repr(value)
     if isinstance(value, str) and not value.isprintable():
-        raise ValueError(f"{name}={value!r} holds control characters; {remedy}.")
+        raise ValueError(f"{name}={shown} holds control characters; {remedy}.")
     several = {item.name for item in fields(AvgKTrainingArguments) if re.search("list|dict", str(item.type))}
     if name not in several | {"model_args"} and isinstance(value, (list, dict)):
-        raise ValueError(f"{name}={value!r} is a {type(value).__name__}, but takes one value; {remedy}.")
+        raise ValueError(f"{name}={shown} is a {type(value).__name__}, but takes one value; {remedy}.")
     if name in own and own[name].type in (str, str | None) and name != "model_args" and isinstance(value, bool):
         raise ValueError(f"{name}={value!r} must be text, not a truth value; {remedy}, with quotes if it is a name.")
     if name in ("calibrate_k", "calibrate_coverage") and not isinstance(value, (list, int, float, str, type(None))):
@@ -429,9 +429,7 @@ def run(
             if "set_sizes" in results and find_spec("matplotlib"):
                 sizes = {model_args.objective: results["set_sizes"]["all"]}
                 set_size_histogram(sizes, folder / "set_sizes.png", f"Set sizes on test, K = {k_key(model.config.k)}")
-            text = json.dumps(results, indent=2, ensure_ascii=False) + "\n"
-            (folder / f"{RESULTS}.new").write_text(text, encoding="utf-8")
-            os.replace(folder / f"{RESULTS}.new", folder / RESULTS)
+            write_text(folder / RESULTS, json.dumps(results, indent=2, ensure_ascii=False) + "\n")
             trainer.create_model_card()
         except OSError as error:
             raise OSError(
@@ -528,7 +526,7 @@ def main(arguments: list[str] | None = None) -> None:
             text = summary(run(model_args, data_args, args), args.output_dir)
     except KeyboardInterrupt as stop:
         resume = [] if again else ["--resume_from_checkpoint", "last"]
-        command = f"`{shlex.join(['avgk', 'train', *arguments, *resume])}`"
+        command = f"`{shlex.join(['avgk', 'train', *without_tokens(arguments), *resume])}`"
         if args.world_size > 1:  # whatever started the processes
             command = "the same command" if again else f"the same command and `{shlex.join(resume)}`"
         if args.seeds > 1:

@@ -34,10 +34,11 @@ from .configuration import AvgKConfig
 from .conformal import answer, enough_images, level_key, question_name, recorded_levels
 from .data import class_counts
 from .data.transforms import ImageTransform
+from .files import UNFINISHED, fresh_folder, new_file, replacing
 from .hub import push_folder
 from .losses import OnlineLabelLoss, make_loss
 from .model_card import CardCallback, hyperparameters, render_card
-from .modeling import UNFINISHED, check_folder, replacing
+from .modeling import check_folder
 from .processes import broadcast, gather_list, merge_statistics, rank, sum_over_processes, world_size
 from .runs import (
     OBJECTIVE_STATE,
@@ -478,7 +479,14 @@ class AvgKTrainer(Trainer):
         sizes = np.bincount(self.statistics().set_sizes(config.k)).tolist() if evaluated else None
         rows = hyperparameters(config, self.args)
         card = render_card(repo, config, self.card.results(config), rows, self.dataset_name, sizes)
-        card.save(Path(self.args.output_dir) / "README.md")
+        with new_file(Path(self.args.output_dir) / "README.md") as new:
+            card.save(new)
+
+    def save_state(self) -> None:
+        """As in `Trainer`, not through a link."""
+        if self.is_world_process_zero():
+            with new_file(Path(self.args.output_dir) / TRAINER_STATE_NAME) as new:
+                self.state.save_to_json(str(new))
 
     def push_to_hub(
         self,
@@ -559,11 +567,11 @@ class AvgKTrainer(Trainer):
             self._refuse_divergence("weights are not finite any more")
         run, name = Path(self._get_output_dir(trial)), f"{PREFIX_CHECKPOINT_DIR}-{self.state.global_step}"
         unfinished = run / UNFINISHED
-        if self.args.should_save:
-            shutil.rmtree(unfinished, ignore_errors=True)  # of a process that was killed
-        self.accelerator.wait_for_everyone()
         self._checkpoint_unfinished = True
         try:
+            if self.args.should_save:
+                fresh_folder(unfinished)  # in the place of what a process left that was killed
+            self.accelerator.wait_for_everyone()
             super()._save_checkpoint(model, trial)
             if self.state.best_model_checkpoint == str(unfinished / name):
                 self.state.best_model_checkpoint = str(run / name)

@@ -2,7 +2,9 @@
 
 import math
 import os
+import re
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 from transformers import TrainingArguments
@@ -123,6 +125,8 @@ class AvgKTrainingArguments(TrainingArguments):
         if int(os.environ.get("WORLD_SIZE", "1")) > 1 and not torch.accelerator.is_available():
             self.use_cpu = True
         self._check_ranges()
+        if self.hub_token and not re.fullmatch("[!-~]+", str(self.hub_token)):  # the client's error would show it
+            raise ValueError("hub_token holds a space or another character that no token has; copy it anew.")
         super().__post_init__()
         epochs = self.lr_milestones
         numbers = isinstance(epochs, (list, tuple)) and all(
@@ -137,6 +141,10 @@ class AvgKTrainingArguments(TrainingArguments):
                 f"warmup_steps={self.warmup_steps} belongs to lr_scheduler_type, which lr_milestones replace: leave"
                 " one of them out."
             )
+
+    def __getstate__(self) -> dict[str, Any]:
+        """What a pickle holds: all but the token, because `Trainer` writes its arguments into every checkpoint."""
+        return {**self.__dict__, "hub_token": None}
 
     def _check_ranges(self) -> None:
         for name, (least, whole) in LEAST.items():

@@ -19,6 +19,7 @@ from .comparison import (
     write_json,
 )
 from .data.glyphs import noise_bound, outline_bound
+from .files import write_text
 from .plots import accuracy_intervals, learning_curves, set_size_histogram, sweep_curve
 from .report import as_text, interval
 from .sets import HEADS, k_key
@@ -346,7 +347,7 @@ def write_comparison(comparison: Comparison) -> str:
     summary = summarise(comparison)
     text = markdown(summary)
     folder = Path(comparison.output_dir)
-    (folder / "report.md").write_text(text)
+    write_text(folder / "report.md", text)
     write_json(folder / "report.json", summary)
     for ending in ("png", "svg"):
         _pictures(comparison, summary, folder, ending)

@@ -8,7 +8,7 @@ import avgk_hf
 ROOT = Path(__file__).parent.parent
 PACKAGE = ROOT / "avgk_hf"
 LAYERS = [
-    {"guard", "images", "sets", "shell"},
+    {"files", "guard", "images", "sets", "shell"},
     {"conformal", "monitor", "densenet"},
     {"backbones"},
     {"configuration", "set_statistics", "pipeline"},
@@ -24,7 +24,9 @@ LAYERS = [
     {"compare"},
     {"cli"},
 ]
-REMOTE = {"backbones", "configuration", "conformal", "densenet", "images", "modeling", "monitor", "pipeline", "sets"}
+REMOTE = {
+    "backbones", "configuration", "conformal", "densenet", "files", "images", "modeling", "monitor", "pipeline", "sets"
+}  # fmt: skip
 
 
 def imports(path: Path) -> set[str]:

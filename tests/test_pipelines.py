@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 import torch
 from PIL import Image
+from test_layers import REMOTE
 from transformers import AutoModelForImageClassification, pipeline
 
 from avgk_hf import AvgKForImageClassification
@@ -179,17 +180,7 @@ print(json.dumps({
 def test_remote_code_without_the_package(saved, images, tmp_path):
     folder, model, scores, expected = saved
     files = {path.name for path in folder.iterdir()}
-    assert {path for path in files if path.endswith(".py")} == {
-        "backbones.py",
-        "configuration.py",
-        "conformal.py",
-        "densenet.py",
-        "images.py",
-        "modeling.py",
-        "monitor.py",
-        "pipeline.py",
-        "sets.py",
-    }
+    assert {path for path in files if path.endswith(".py")} == {f"{name}.py" for name in REMOTE}
     environment = {**os.environ, "HF_HUB_OFFLINE": "1", "HF_HOME": str(tmp_path / "home"), "PYTHONPATH": ""}
     run = subprocess.run(
         [sys.executable, "-c", WITHOUT_PACKAGE, str(folder), *images],

@@ -31,6 +31,8 @@ from huggingface_hub.utils import tqdm
 from PIL import Image as PILImage
 from PIL import ImageDraw, ImageFilter, ImageFont
 
+from ..files import make_folder, write_bytes
+
 CHARACTERS = (
     "0123456789ABCDEFGHIJKLMNOPQRSTUVWXYZcijklopsuvwxyz"  # Latin
     "ΑΒΓΔΕΖΗΘΙΚΛΜΝΞΟΠΡΣΤΥΦΧΨΩ"  # Greek
@@ -245,8 +247,8 @@ def write_image_folder(splits: DatasetDict, folder: str | Path) -> None:
                     " control character, or too long); rename it."
                 )
     for split, dataset in splits.items():
+        make_folder(make_folder(folder) / split)
         names = dataset.features["label"].names
         for row in tqdm(dataset.cast_column("image", Image(decode=False)), desc=f"write {split}", unit="image"):
             path = Path(folder) / split / names[row["label"]] / f"{row['index']:05d}.png"
-            path.parent.mkdir(parents=True, exist_ok=True)
-            path.write_bytes(row["image"]["bytes"])
+            write_bytes(path, row["image"]["bytes"])
