@@ -178,7 +178,8 @@ class AvgKForImageClassification(PreTrainedModel):
             )
         else:
             architecture, where = name, {"pretrained_cfg_overlay": weights} if weights else {}
-            if image_size is not None and timm.get_pretrained_cfg(name, allow_unregistered=True).fixed_input_size:
+            cfg = timm.get_pretrained_cfg(name, allow_unregistered=True)
+            if image_size is not None and cfg and cfg.fixed_input_size:
                 model_args.setdefault("img_size", image_size)
         # timm itself loads the weights, once; __init__ builds without them, or every from_pretrained would fetch them
         trained = create_backbone(architecture, model_args, pretrained, **where)
