@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from . import __version__
-from .files import new_file, open_log, write_text
+from .files import new_file, open_log, refuse_link, write_text
 from .shell import guarded, logged
 
 METHODS = ("lac", "aps", "raps")  # of coverage; conformal.py knows them too, but imports torch
@@ -172,6 +172,8 @@ def run_evaluate(args: argparse.Namespace) -> None:
     calibrate = args.command == "calibrate"
     if calibrate and not args.out and (args.push or not Path(args.model).is_dir()):
         raise ValueError("name a folder for the calibrated model with --out.")
+    if args.out or calibrate:  # now, and not when all is computed
+        refuse_link(args.out or args.model if calibrate else Path(args.out).parent)
     model = load_classifier(args.model)
     splits = load_splits(
         args.dataset,

@@ -74,11 +74,17 @@ def open_log(path: str | os.PathLike) -> TextIO:
     return file
 
 
-def make_folder(folder: str | os.PathLike) -> Path:
-    """Make a folder to write to, where there is none; a link is refused, for it may lead out of what others packed."""
+def refuse_link(folder: str | os.PathLike) -> Path:
+    """Refuse a link in the place of a folder to write to: it may lead out of what others packed."""
     folder = Path(folder)
     if folder.is_symlink():
         raise OSError(f"{folder} is a link to {os.path.realpath(folder)}; nothing is written through it, name that.")
+    return folder
+
+
+def make_folder(folder: str | os.PathLike) -> Path:
+    """Make a folder to write to, where there is none; a link is refused."""
+    folder = refuse_link(folder)
     folder.mkdir(parents=True, exist_ok=True)
     return folder
 

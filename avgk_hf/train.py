@@ -451,6 +451,8 @@ def run_seeds(arguments: list[str], keep: bool = False) -> str:
     """
     _, data_args, args = parse_recipe(arguments)
     folders, splits = [], None
+    if args.should_save:
+        check_output_dir(args.output_dir)
     for seed in range(args.seed, args.seed + args.seeds):
         folders.append(Path(args.output_dir) / f"seed-{seed}")
         if keep and (folders[-1] / RESULTS).is_file():

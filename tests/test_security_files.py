@@ -127,9 +127,19 @@ def test_links_that_come_later_are_not_followed_either(make_trainer, tmp_path, h
 
 FOLDERS = {
     "train": ["train", "RECIPE", "--output_dir", "LINK"],
+    "train several": [
+        "train",
+        "RECIPE",
+        "--seeds",
+        "2",
+        "--dataset",
+        "./is-not-even-looked-for",
+        "--output_dir",
+        "LINK",
+    ],
     "train seeds": ["train", "RECIPE", "--seeds", "2", "--output_dir", "PARENT"],
-    "calibrate": ["calibrate", "MODEL", "DATA", "--out", "LINK"],
-    "evaluate": ["evaluate", "MODEL", "DATA", "--out", "LINK/metrics.json"],
+    "calibrate": ["calibrate", "MODEL", "./is-not-even-looked-for", "--out", "LINK"],
+    "evaluate": ["evaluate", "MODEL", "./is-not-even-looked-for", "--out", "LINK/metrics.json"],
     "export": ["export", "MODEL", "--onnx", "--out", "LINK"],
     "sweep": ["sweep", "RECIPE", "--search", "alpha=1,2", "--out", "LINK"],
     "sweep study": ["sweep", "RECIPE", "--search", "alpha=1,2", "--out", "PARENT"],
