@@ -27,6 +27,7 @@ from .train import (
     HYPERPARAMETERS,
     ModelArguments,
     build_model,
+    check_combinations,
     load_data,
     make_trainer,
     parse_recipe,
@@ -80,6 +81,7 @@ class Sweep:
             if not isinstance(values, list) or not values or any(values.count(value) > 1 for value in values):
                 raise ValueError(f"search: {name}={values!r} must be a list of different values.")
             self.search = {**self.search, name: values}
+        check_combinations("search", self.search.values())
         if not isinstance(self.seeds, int) or self.seeds < 1:
             raise ValueError(f"seeds={self.seeds!r} must be a whole number, at least 1.")
         if self.backend not in BACKENDS:

@@ -8,7 +8,7 @@ import avgk_hf
 ROOT = Path(__file__).parent.parent
 PACKAGE = ROOT / "avgk_hf"
 LAYERS = [
-    {"sets", "shell"},
+    {"plain_yaml", "sets", "shell"},
     {"conformal", "monitor"},
     {"configuration", "set_statistics", "pipeline", "densenet"},
     {"metrics", "processes"},

@@ -2,9 +2,11 @@
 
 import pytest
 
-from archives import write_cifar
+from archives import write_cifar, write_plantnet
 from avgk_hf import load_splits
+from avgk_hf.cli import main
 from avgk_hf.data.cifar import MOST_INSTRUCTIONS
+from avgk_hf.train import parse_recipe
 
 GLOBALS = {"array": b"cnumpy.core.multiarray\n_reconstruct\n", "dtype": b"cnumpy\ndtype\n", "nd": b"cnumpy\nndarray\n"}
 
@@ -45,7 +47,6 @@ FORGED = {
     "memory by instructions": b"\x80\x02" + b"(" * (MOST_INSTRUCTIONS + 1),
     "memory by calls": b"\x80\x02](X\x00\x00\x10\x00" + b"a" * 2**20 + b"q\x00c_codecs\nencode\nq\x01"
     + b"h\x01h\x00U\x06latin1\x86R" * 4_000 + b"e.",
-    "one list in itself, many times": b"\x80\x02}U\x04data" + b"]q\x00(K\x01K\x02e" + b"](h\x00h\x00eq\x00" * 60 + b"s.",
 }  # fmt: skip
 
 
@@ -55,7 +56,7 @@ def test_forged_arrays_are_refused(case, tmp_path):
     folder = tmp_path / "cifar-100-python"
     write_cifar(folder)
     (folder / "train").write_bytes(FORGED[case])
-    with pytest.raises(ValueError, match="train (cannot be read as CIFAR-100|has no 'fine_labels')"):
+    with pytest.raises(ValueError, match=r"train (cannot be read as CIFAR-100|has no 'fine_labels')"):
         load_splits(str(folder))
 
 
@@ -67,3 +68,75 @@ def test_nested_names_of_classes_are_refused(tmp_path):
     (folder / "meta").write_bytes(b"\x80\x02}U\x10fine_label_names](" + nested + b"es.")
     with pytest.raises(ValueError, match="'fine_label_names' is no list of bytes"):
         load_splits(str(folder))
+
+
+LAUGHS = "a: &a [x, x, x, x, x, x, x, x, x]\n" + "".join(
+    f"{name}: &{name} [{', '.join([f'*{before}'] * 9)}]\n" for before, name in zip("abcdefgh", "bcdefghi", strict=True)
+)
+RECIPE = "model: test_resnet\ndataset: glyphs\noutput_dir: out\n"
+BAD_YAML = {
+    "nested aliases": (LAUGHS, "the alias *a is not followed; write the value out"),
+    "nested aliases in a field": (RECIPE + LAUGHS + "model_args: {i: *i}\n", "the alias *a is not followed"),
+    "a merge": ("model: &m {a: 1}\nmodel_args: {<<: *m}\n", "the alias *m is not followed"),
+    "a list in itself": ("model: &m [*m]\n", "the alias *m is not followed"),
+    "depth": ("model: " + "[" * 10_000, "not valid YAML"),
+    "depth of mappings": ("model: " + "{a: " * 10_000, "not valid YAML"),
+    "size": ("#" * 1_000_001, "are the most that is read"),
+    "a number without end": (f"k: {'9' * 100_000}\n", "not valid YAML"),
+    "a set": (RECIPE + "model_args: {a: !!set {x, y}}\n", "not valid YAML"),
+    "bytes": (RECIPE + "model_args: {a: !!binary aGk=}\n", "not valid YAML"),
+    "an object": ("model: !!python/object/apply:os.system ['touch RUN']\n", "not valid YAML"),
+    "an object in a list": ("calibrate_k: [!!python/object/new:os.system ['touch RUN']]\n", "not valid YAML"),
+    "a name": ("model: !!python/name:os.system\n", "not valid YAML"),
+}
+
+
+@pytest.mark.parametrize("command", ["train", "sweep", "compare"])
+@pytest.mark.parametrize("case", BAD_YAML)
+def test_yaml_that_unfolds_or_makes_objects_is_refused(case, command, tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    text, reason = BAD_YAML[case]
+    (tmp_path / "file.yaml").write_text(text)
+    assert main([command, "file.yaml"]) == 2
+    said = capsys.readouterr().err
+    assert reason in said and said.count("\n") == 1 and len(said) < 1_000
+    assert [path.name for path in tmp_path.iterdir()] == ["file.yaml"]
+
+
+def test_dates_in_a_recipe_are_text(tmp_path):
+    (tmp_path / "file.yaml").write_text(RECIPE + "run_name: 2024-05-01\nmodel_args: {a: 2024-05-01}\n")
+    model_args, _, args = parse_recipe([str(tmp_path / "file.yaml")])
+    assert (model_args.model_args, args.run_name) == ('{"a": "2024-05-01"}', "2024-05-01")
+
+
+@pytest.mark.parametrize("text", ["[" * 100_000, '{"a":' * 100_000, "[1]", "9" * 100_000])
+def test_absurd_json_is_one_line(text, image_folder, tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "recipe.yaml").write_text(RECIPE)
+    assert main(["train", "recipe.yaml", "--dataset", str(image_folder), "--model_args", text]) == 2
+    said = capsys.readouterr().err.splitlines()[-1]
+    assert "not a mapping in JSON" in said
+    write_plantnet(tmp_path / "plants")
+    (tmp_path / "plants" / "plantnet300K_species_id_2_name.json").write_text(text)
+    with pytest.raises(ValueError, match=r"species_id_2_name\.json (is not valid JSON|holds a)"):
+        load_splits(str(tmp_path / "plants"))
+
+
+def test_searches_without_end_are_refused(tmp_path, capsys):
+    (tmp_path / "recipe.yaml").write_text(RECIPE)
+    fields = (
+        "alpha",
+        "beta",
+        "epsilon",
+        "role_lambda",
+        "theta_lr",
+        "learning_rate",
+        "weight_decay",
+        "num_train_epochs",
+    )
+    values = "{" + ", ".join(f"{name}: {list(range(1, 1000))}" for name in fields) + "}"
+    (tmp_path / "sweep.yaml").write_text(f"recipe: recipe.yaml\nsearch: {values}\n")
+    (tmp_path / "compare.yaml").write_text(f"recipe: recipe.yaml\nlosses: {{ce: {{}}}}\nk: [2]\nshared: {values}\n")
+    for command in ("sweep", "compare"):
+        assert main([command, str(tmp_path / f"{command}.yaml")]) == 2
+        assert "combinations are more than" in capsys.readouterr().err
