@@ -16,6 +16,10 @@ BAD_IMAGES = {
     "default": "error",
     "help": "refuse an image that cannot be read, or leave it out and say so (%(default)s)",
 }
+ALLOW_OUTSIDE = {
+    "action": "store_true",
+    "help": "let the dataset point out of itself: links, paths of images, addresses in its README",
+}
 
 
 def build_parser() -> argparse.ArgumentParser:
@@ -56,6 +60,7 @@ def build_parser() -> argparse.ArgumentParser:
         command.add_argument("--validation-per-class", type=int, help="take so many images of each class from train")
         command.add_argument("--split-seed", type=int, default=0, help="which of them, as in training (%(default)s)")
         command.add_argument("--on-bad-image", **BAD_IMAGES)
+        command.add_argument("--allow-outside", **ALLOW_OUTSIDE)
         command.add_argument("--json", action="store_true", help="print the metrics as JSON")
         shown = "size against coverage" if name == "calibrate" else "the mean set size and its interval"
         command.add_argument("--plot", metavar="FILE", help=f"picture of {shown}, PNG or SVG")
@@ -91,6 +96,7 @@ def build_parser() -> argparse.ArgumentParser:
     export.add_argument("--int8", action="store_true", help="also write an 8-bit graph")
     export.add_argument("--dataset", help="labelled images to measure the graphs on, as for `avgk evaluate`")
     export.add_argument("--split", default="test", help="split of the dataset (%(default)s)")
+    export.add_argument("--allow-outside", **ALLOW_OUTSIDE)
     export.add_argument("--plot", metavar="FILE", help="picture of the graphs' sizes and accuracies")
     export.add_argument("--json", action="store_true", help="print the report as JSON")
 
@@ -133,6 +139,7 @@ def build_parser() -> argparse.ArgumentParser:
     plot = commands.add_parser("plot", help="draw set sizes, accuracy against K and contact sheets of runs")
     plot.add_argument("runs", nargs="+", metavar="RUN", help="folders of finished `avgk train` runs")
     plot.add_argument("--out", default="runs/plots", help="folder for the pictures, PNG and SVG (%(default)s)")
+    plot.add_argument("--allow-outside", **ALLOW_OUTSIDE)
 
     text = "show a calibrated model's sets on a page in the browser"
     app = commands.add_parser("app", help=text, description=text)
@@ -180,6 +187,7 @@ def run_evaluate(args: argparse.Namespace) -> None:
         validation_per_class=args.validation_per_class,
         split_seed=args.split_seed,
         unlabelled=not calibrate and args.label_column == "label",  # one that is named has to be there
+        allow_outside=args.allow_outside,
     )
     if len(splits) == 1 and args.split == "test" and "label" not in next(iter(splits.values())).column_names:
         args.split = next(iter(splits))  # a folder of image files has no splits
@@ -308,7 +316,7 @@ def run_export(args: argparse.Namespace) -> None:
         raise ValueError("name a folder for the exported model with --out.")
     out = args.out or str(Path(args.model) / "onnx")
     model = load_classifier(args.model)
-    splits = load_splits(args.dataset) if args.dataset else {}
+    splits = load_splits(args.dataset, allow_outside=args.allow_outside) if args.dataset else {}
     if splits and args.split not in splits:
         raise ValueError(f"the dataset {args.dataset!r} has no split {args.split!r}, only {list(splits)}: --split.")
     dataset = splits[args.split] if splits else None
@@ -371,7 +379,7 @@ def run_plot(args: argparse.Namespace) -> None:
     """`avgk plot`."""
     from .plots import plot_runs
 
-    for path in plot_runs(args.runs, args.out):
+    for path in plot_runs(args.runs, args.out, allow_outside=args.allow_outside):
         print(path)
 
 

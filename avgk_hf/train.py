@@ -120,6 +120,10 @@ class DataArguments:
             "choices": list(ON_BAD_IMAGE),
         },
     )
+    allow_outside: bool = field(
+        default=False,
+        metadata={"help": "Let the dataset point out of itself: links, paths of images, addresses in its README."},
+    )
 
     def __post_init__(self) -> None:
         """Refuse a value that could only fail later, by the field's name."""
@@ -291,6 +295,7 @@ def load_all(data_args: DataArguments, args: AvgKTrainingArguments) -> DatasetDi
             data_args.glyphs_seed,
             data_args.validation_per_class,
             data_args.split_seed,
+            allow_outside=data_args.allow_outside,
         )
 
 

@@ -1,6 +1,17 @@
 """Attacks by data, recipes and records that others wrote: each is performed, and seen refused."""
 
+import os
+import re
+import threading
+import uuid
+from http.server import BaseHTTPRequestHandler, HTTPServer
+
+import pandas
+import pyarrow.parquet as pq
 import pytest
+from datasets import ClassLabel, Dataset, DatasetDict, Features
+from datasets import Image as ImageFeature
+from PIL import Image
 
 from archives import write_cifar, write_plantnet
 from avgk_hf import load_splits
@@ -140,3 +151,226 @@ def test_searches_without_end_are_refused(tmp_path, capsys):
     for command in ("sweep", "compare"):
         assert main([command, str(tmp_path / f"{command}.yaml")]) == 2
         assert "combinations are more than" in capsys.readouterr().err
+
+
+@pytest.fixture
+def secret(tmp_path):
+    """An image of the reader that the dataset has no business with."""
+    (tmp_path / "private").mkdir()
+    Image.new("RGB", (8, 8)).save(tmp_path / "private" / "secret.png")
+    return tmp_path / "private" / "secret.png"
+
+
+@pytest.fixture
+def listener():
+    """An address that notes who asks for it."""
+    asked = []
+
+    class Handler(BaseHTTPRequestHandler):
+        def do_GET(self):
+            asked.append(self.path)
+            self.send_error(404)
+
+        do_HEAD = do_GET
+
+        def log_message(self, *args):
+            pass
+
+    with HTTPServer(("127.0.0.1", 0), Handler) as server:
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        yield f"127.0.0.1:{server.server_port}", asked
+        server.shutdown()
+
+
+def write_folder(folder):
+    for split in ("train", "validation", "test"):
+        for name in ("ash", "elm"):
+            (folder / split / name).mkdir(parents=True)
+            Image.new("RGB", (8, 8)).save(folder / split / name / "0.png")
+    return folder
+
+
+PLACES = ["http://{web}/x.csv", "https://{web}/x.csv", "zip://x.csv::http://{web}/x.zip", "hf://datasets/a/b/x.csv"]
+PLACES += ["s3://bucket/x.csv", "file://{secret}", "{secret}", "../private/*.png", "train/../../private/*", "~/*.png"]
+READMES = {
+    "text": "configs:\n- config_name: default\n  data_files: '{place}'\n",
+    "splits": "configs:\n- config_name: default\n  data_files:\n  - {{split: train, path: ['train/*', '{place}']}}\n",
+    "a second one": "configs:\n- config_name: a\n  data_files: 'train/*'\n- config_name: b\n  data_dir: '{place}'\n",
+}
+
+
+@pytest.mark.parametrize("form", READMES)
+@pytest.mark.parametrize("place", PLACES)
+def test_a_readme_points_to_its_folder_only(place, form, secret, listener, tmp_path, monkeypatch):
+    for name in ("HF_HUB_OFFLINE", "HF_DATASETS_OFFLINE"):
+        monkeypatch.setattr(f"datasets.config.{name}", False, raising=False)
+    folder = write_folder(tmp_path / "trees")
+    place = place.format(web=listener[0], secret=secret)
+    yaml = READMES[form].format(place=place)
+    for file, text in (("README.md", f"---\n{yaml}---\n# Trees\n"), (".huggingface.yaml", yaml)):
+        (folder / file).write_text(text)
+        with pytest.raises(ValueError, match=rf"{file} points to '{re.escape(place)}', outside .*allow_outside"):
+            load_splits(str(folder))
+        (folder / file).unlink()
+    assert listener[1] == []
+
+
+@pytest.mark.parametrize(
+    "text", [LAUGHS, "configs:\n- config_name: a\n  storage_options: {key: x}\n", "a: !!python/name:os.system"]
+)
+def test_other_readmes_are_refused(text, tmp_path):
+    folder = write_folder(tmp_path / "trees")
+    (folder / "README.md").write_text(f"---\n{text}\n---\n")
+    with pytest.raises(ValueError, match=r"(the YAML of .*\.md cannot be read|md sets .storage_options.)"):
+        load_splits(str(folder))
+
+
+def test_an_honest_readme_is_followed(tmp_path):
+    folder = write_folder(tmp_path / uuid.uuid4().hex)  # `datasets` caches by this name and the README alone
+    (folder / "README.md").write_text("---\nlicense: mit\nconfigs:\n- config_name: default\n  data_files:\n"
+                                      "  - split: test\n    path: 'test/**'\n---\n")  # fmt: skip
+    assert list(load_splits(str(folder))) == ["test"]
+
+
+LINKS = {"image": "train/ash/1.png", "folder": "train/fir", "table": "train.csv", "readme": "README.md"}
+
+
+@pytest.mark.parametrize("kind", LINKS)
+def test_links_that_lead_out_are_refused(kind, secret, tmp_path):
+    folder = write_folder(tmp_path / "trees")
+    (folder / LINKS[kind]).symlink_to(secret.parent if kind == "folder" else secret)
+    with pytest.raises(ValueError, match=f"{LINKS[kind]} is a link that leads out of .*--allow-outside"):
+        load_splits(str(folder))
+    if kind == "image":
+        assert len(load_splits(str(folder), allow_outside=True)["train"]) == 3
+
+
+def test_links_of_archives_are_refused(secret, tmp_path):
+    write_cifar(tmp_path / "cifar")
+    (tmp_path / "cifar" / "meta").unlink()
+    (tmp_path / "cifar" / "meta").symlink_to(secret)
+    write_plantnet(tmp_path / "plants")
+    (tmp_path / "plants" / "images" / "train" / "9" / "x.jpg").symlink_to(secret)
+    for folder in ("cifar", "plants"):
+        with pytest.raises(ValueError, match="is a link that leads out of"):
+            load_splits(str(tmp_path / folder))
+
+
+def test_links_within_the_folder_are_followed(tmp_path):
+    folder = write_folder(tmp_path / "trees")
+    (folder / "train" / "ash" / "1.png").symlink_to("0.png")
+    (tmp_path / "link").symlink_to(folder)
+    assert len(load_splits(str(tmp_path / "link"))["train"]) == 3
+    snapshot = tmp_path / "datasets--a--b" / "snapshots" / "0123"
+    write_folder(snapshot)
+    (tmp_path / "datasets--a--b" / "blobs").mkdir()
+    (snapshot / "train" / "ash" / "0.png").rename(tmp_path / "datasets--a--b" / "blobs" / "45")
+    (snapshot / "train" / "ash" / "0.png").symlink_to("../../../../blobs/45")
+    assert len(load_splits(str(snapshot))["train"]) == 2
+
+
+def test_a_pipe_is_not_waited_for(tmp_path):
+    folder = write_folder(tmp_path / "trees")
+    os.mkfifo(folder / "train" / "ash" / "1.png")
+    with pytest.raises(ValueError, match=r"1\.png is neither a file nor a folder"):
+        load_splits(str(folder))
+
+
+IMAGES = ["{secret}", "{folder}/../private/secret.png", "../private/secret.png"]
+IMAGES += ["http://{web}/x.png", "hf://datasets/a/b/x.png", "s3://bucket/x.png", "zip://x.png::http://{web}/x.zip"]
+IMAGES += ["file://{secret}", "{folder}/.."]
+
+
+@pytest.mark.parametrize("kind", ["csv", "jsonl", "parquet", "saved"])
+@pytest.mark.parametrize("image", IMAGES)
+def test_images_stay_inside_the_folder(image, kind, secret, listener, tmp_path):
+    folder = tmp_path / "table"
+    folder.mkdir()
+    Image.new("RGB", (8, 8)).save(folder / "own.png")
+    paths = [str(folder / "own.png"), image.format(secret=secret, folder=folder, web=listener[0])]
+    if kind in ("csv", "jsonl"):
+        frame = pandas.DataFrame({"image": paths, "label": [0, 1]})
+        text = frame.to_csv(index=False) if kind == "csv" else frame.to_json(orient="records", lines=True)
+        (folder / f"train.{kind}").write_text(text)
+    else:
+        stored = [{"bytes": None, "path": path} for path in paths]
+        features = Features(image=ImageFeature(), label=ClassLabel(2))
+        table = Dataset.from_dict({"image": stored, "label": [0, 1]}, features)
+        # as arrow holds it, because the library itself would store the bytes of a file that it finds
+        if kind == "parquet":
+            pq.write_table(table.data.table, folder / "train.parquet")
+        else:
+            Dataset.from_dict({"image": paths, "label": [0, 1]}).save_to_disk(folder)
+    with pytest.raises(ValueError, match=r"names the image .*, outside of it"):
+        load_splits(str(folder))
+    if image == "{secret}":
+        assert len(load_splits(str(folder), allow_outside=True)["train"]) == 2
+    assert listener[1] == []
+
+
+@pytest.mark.parametrize("name", ["{secret}", "../private/secret.png", "http://{web}/x.png", "file://{secret}"])
+@pytest.mark.parametrize("kind", ["csv", "jsonl"])
+def test_metadata_names_files_of_its_folder(name, kind, secret, listener, tmp_path):
+    folder = tmp_path / "trees"
+    (folder / "train").mkdir(parents=True)
+    Image.new("RGB", (8, 8)).save(folder / "train" / "own.png")
+    rows = {"file_name": ["own.png", name.format(secret=secret, web=listener[0])], "label": ["ash", "elm"]}
+    frame = pandas.DataFrame(rows)
+    text = frame.to_csv(index=False) if kind == "csv" else frame.to_json(orient="records", lines=True)
+    (folder / "train" / f"metadata.{kind}").write_text(text)
+    with pytest.raises(ValueError, match=r"dataset .* (cannot be read|names the image)"):
+        load_splits(str(folder))
+    assert listener[1] == []
+
+
+def test_saved_datasets_name_files_of_their_folder(tmp_path):
+    data = DatasetDict({"train": Dataset.from_dict({"image": ["x"], "label": [0]})})
+    data["train"].save_to_disk(tmp_path / "private")
+    for name, place in (("dataset_dict.json", "."), ("state.json", "train")):
+        data.save_to_disk(tmp_path / name)
+        path = tmp_path / name / place / name
+        old = "train" if name == "dataset_dict.json" else "data-00000-of-00001.arrow"
+        path.write_text(path.read_text().replace(old, f"../../private/{old}"))
+        with pytest.raises(ValueError, match=f"{name} names '../../private/{old}', which is no file beside it"):
+            load_splits(str(tmp_path / name))
+
+
+def test_a_script_in_a_dataset_folder_is_not_run(tmp_path):
+    folder, mark = write_folder(tmp_path / "trees"), tmp_path / "mark"
+    for script in ("dataset.py", "__init__.py", "conftest.py", "builder.py"):
+        (folder / script).write_text(f"open({str(mark)!r}, 'w')")
+    assert len(load_splits(str(folder))["train"]) == 2
+    (folder / "trees.py").write_text(f"open({str(mark)!r}, 'w')")
+    with pytest.raises(ValueError, match="cannot be read"):
+        load_splits(str(folder))
+    assert not mark.exists()
+
+
+def test_other_formats_are_not_read(tmp_path):
+    (tmp_path / "data").mkdir()
+    (tmp_path / "data" / "train.xml").write_text("<image>x</image>")
+    with pytest.raises(ValueError, match="it would be read as xml; only imagefolder"):
+        load_splits(str(tmp_path / "data"))
+
+
+@pytest.mark.parametrize("command", ["calibrate", "evaluate", "export", "train", "sweep", "compare"])
+def test_every_command_stays_inside_the_folder(command, secret, make_model, tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    folder = write_folder(tmp_path / "trees")
+    (folder / "test" / "ash" / "1.png").symlink_to(secret)
+    (tmp_path / "recipe.yaml").write_text(RECIPE.replace("glyphs", "trees"))
+    (tmp_path / "compare.yaml").write_text("{recipe: recipe.yaml, losses: {ce: {}}, shared: {alpha: [1]}, k: [1]}")
+    if command in ("calibrate", "evaluate", "export"):
+        model = make_model(num_labels=2, k=1, id2label={0: "ash", 1: "elm"})
+        model.config.set_calibration({1: 0.5}, record={})
+        model.save_pretrained("model")
+    arguments = {
+        "calibrate": ["model", "trees"],
+        "evaluate": ["model", "trees"],
+        "export": ["model", "--onnx", "--dataset", "trees"],
+        "train": ["recipe.yaml"],
+        "sweep": ["recipe.yaml", "--search", "alpha=1,2"],
+        "compare": ["compare.yaml"],
+    }
+    assert main([command, *arguments[command]]) == 2
+    assert "1.png is a link that leads out of trees" in capsys.readouterr().err
