@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from . import __version__
-from .shell import guarded, logged
+from .shell import guarded, logged, printable
 
 METHODS = ("lac", "aps", "raps")  # of coverage; conformal.py knows them too, but imports torch
 BAD_IMAGES = {
@@ -254,11 +254,11 @@ def _recorded(config: Any) -> dict[str, dict[str, Any]]:
 def _say_what_changed(before: dict[str, dict], after: dict[str, dict], folder: Path | None) -> None:
     """The coverages of a calibration, what it replaced, and what in the model's folder is older than it."""
     for level, how in after["coverage"].items():
-        print(f"coverage {level}: {how}")
+        print(printable(f"coverage {level}: {how}"))
     for name, found in before.items():
         gone = [key for key in found if key not in after[name]]
         if gone:
-            print(f"{name} = {', '.join(gone)} of an earlier calibration: not recorded any more")
+            print(f"{name} = {printable(', '.join(gone))} of an earlier calibration: not recorded any more")
     older = [name for name in ("README.md", "onnx/model.onnx") if folder and (folder / name).is_file()]
     if older:
         print(f"older than these thresholds: {', '.join(older)} (`avgk card`, `avgk export` write them anew)")
@@ -291,19 +291,22 @@ def run_predict(args: argparse.Namespace) -> None:
         except (OSError, ValueError) as error:
             if args.on_bad_image == "error":
                 raise
-            print(f"left out: {error}", file=sys.stderr)
+            print(f"left out: {printable(error)}", file=sys.stderr)
             continue
         scores = model_scores(model, pixels[None], args.k)  # (1, L)
         classes = ranked_sets(scores, answer(scores, model.config, **question))[0]
         found = [{"label": model.config.id2label[j], "score": scores[0, j].item()} for j in classes]
         predictions.append({"image": path, "set": found})
     if args.json:
-        print(json.dumps(predictions, indent=2, ensure_ascii=False))
+        plain = all(printable(item["label"]) == item["label"] for found in predictions for item in found["set"])
+        plain = plain and all(printable(found["image"]) == found["image"] for found in predictions)
+        print(json.dumps(predictions, indent=2, ensure_ascii=not plain))
         return
     for prediction in predictions:
-        print(f"{prediction['image']}: {len(prediction['set'])} class{'es' * (len(prediction['set']) != 1)}")
+        number = len(prediction["set"])
+        print(f"{printable(prediction['image'])}: {number} class{'es' * (number != 1)}")
         for item in prediction["set"]:
-            print(f"  {item['score']:8.4f}  {item['label']}")
+            print(f"  {item['score']:8.4f}  {printable(item['label'])}")
 
 
 def run_export(args: argparse.Namespace) -> None:
@@ -363,7 +366,8 @@ def run_compare(args: argparse.Namespace) -> None:
     from .comparison import read_comparison
 
     comparison = read_comparison(args.config, output_dir=args.out, overrides=args.overrides)
-    print(run_comparison(comparison, args.workers, args.dry_run))
+    text = run_comparison(comparison, args.workers, args.dry_run)
+    print("\n".join(map(printable, text.split("\n"))))
     if not args.dry_run:
         print(f"written to {comparison.output_dir}")
 
@@ -380,7 +384,7 @@ def run_plot(args: argparse.Namespace) -> None:
     from .plots import plot_runs
 
     for path in plot_runs(args.runs, args.out, allow_outside=args.allow_outside):
-        print(path)
+        print(printable(path))
 
 
 def run_app(args: argparse.Namespace) -> None:

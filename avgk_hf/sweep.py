@@ -20,6 +20,7 @@ from typing import Any
 from filelock import FileLock
 from transformers import set_seed
 
+from .model_card import as_markdown
 from .modeling import AvgKForImageClassification
 from .plots import sweep_curve
 from .report import as_text, interval
@@ -215,7 +216,7 @@ def markdown(rows: list[dict[str, Any]], best: dict[str, Any]) -> str:
     lines = [f"| {' | '.join(names)} | validation average-K accuracy | seeds |", "|---" * (len(names) + 2) + "|"]
     for row in rows:
         mark = "**" if row["values"] == best else ""
-        cells = [f"{mark}{row['values'][name]}{mark}" for name in names]
+        cells = [f"{mark}{as_markdown(row['values'][name])}{mark}" for name in names]
         text = f"{row['diverged']} diverged" if row["diverged"] else as_text(row, percent=True)
         lines.append(f"| {' | '.join(cells)} | {mark}{text}{mark} | {row['n']} |")
     return "\n".join(lines) + "\n"

@@ -19,6 +19,7 @@ from .comparison import (
 )
 from .configuration import read_json
 from .data.glyphs import noise_bound, outline_bound
+from .model_card import as_markdown
 from .plots import accuracy_intervals, learning_curves, set_size_histogram, sweep_curve
 from .report import as_text, interval
 from .sets import HEADS, k_key
@@ -229,7 +230,7 @@ def markdown(summary: dict[str, Any]) -> str:
     lines += ["## What was chosen on validation", "", "| loss | K | hyperparameters |", "|---|---|---|"]
     for row in summary["rows"]:
         values = ", ".join(f"{name} {value}" for name, value in row["values"].items())
-        lines.append(f"| {row['loss']} | {k_key(row['k'])} | {values} |")
+        lines.append(f"| {row['loss']} | {k_key(row['k'])} | {as_markdown(values)} |")
     lines += ["", *_ablations(summary)]
     return "\n".join(lines) + "\n"
 

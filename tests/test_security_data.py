@@ -1,7 +1,9 @@
 """Attacks by data, recipes and records that others wrote: each is performed, and seen refused."""
 
+import json
 import os
 import re
+import shlex
 import threading
 import uuid
 from http.server import BaseHTTPRequestHandler, HTTPServer
@@ -9,6 +11,7 @@ from http.server import BaseHTTPRequestHandler, HTTPServer
 import pandas
 import pyarrow.parquet as pq
 import pytest
+import yaml
 from datasets import ClassLabel, Dataset, DatasetDict, Features
 from datasets import Image as ImageFeature
 from PIL import Image
@@ -17,6 +20,7 @@ from archives import write_cifar, write_plantnet
 from avgk_hf import load_splits
 from avgk_hf.cli import main
 from avgk_hf.data.cifar import MOST_INSTRUCTIONS
+from avgk_hf.model_card import render_card
 from avgk_hf.train import parse_recipe
 
 GLOBALS = {"array": b"cnumpy.core.multiarray\n_reconstruct\n", "dtype": b"cnumpy\ndtype\n", "nd": b"cnumpy\nndarray\n"}
@@ -374,3 +378,131 @@ def test_every_command_stays_inside_the_folder(command, secret, make_model, tmp_
     }
     assert main([command, *arguments[command]]) == 2
     assert "1.png is a link that leads out of trees" in capsys.readouterr().err
+
+
+EVIL = {
+    "escapes": "oak\x1b[2J\x1b]0;title\x07",
+    "one byte of C1": "oak\x9b2J",
+    "a row": "oak\n  1.0000  elm",
+    "a row by return": "oak\r  1.0000  elm",
+    "a row by others": "oak\x0b\x0c\x1c\x85\u2028\u2029elm",
+    "backwards": "oak\u202egnp.mle\u2066",
+    "nothing to see": "oak\u200b\ufeff",
+    "erased": "oak\b\b\b\x7felm",
+}
+
+
+def without_bars(text):
+    """What was printed besides the progress of loading and of the evaluation."""
+    return "\n".join(line for line in text.split("\n") if not re.search(r"%\||(it|examples)/s\]", line))
+
+
+def is_plain(text):
+    return all(line.isprintable() for line in text.split("\n"))
+
+
+@pytest.mark.parametrize("case", EVIL)
+def test_labels_and_names_cannot_paint_the_terminal(case, make_model, tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    model = make_model(num_labels=2, k=1, id2label={0: EVIL[case], 1: "elm"})
+    model.config.set_calibration({1: 0.0}, record={})
+    model.save_pretrained("model")
+    name = f"{EVIL[case]}.png"
+    Image.new("RGB", (8, 8)).save(name, format="PNG")
+    (tmp_path / f"bad {name}").write_text("no image")
+    command = ["predict", "model", name, f"bad {name}", "--lambda-val", "0", "--on-bad-image", "skip"]
+    capsys.readouterr()
+    assert main(["--log", "log.txt", *command]) == 0
+    printed = capsys.readouterr()
+    said = without_bars(printed.err)
+    assert is_plain(printed.out) and is_plain(said)
+    assert printed.out.count("\n") == 3 and said.count("\n") == 1  # no row was forged
+    log = without_bars((tmp_path / "log.txt").read_text())
+    assert is_plain(log) and log.count("\n") == 1 + 3 + 1
+    assert main([*command, "--json"]) == 0
+    out = capsys.readouterr().out
+    assert is_plain(out.replace("\x7f", ""))
+    assert EVIL[case] in {item["label"] for item in json.loads(out)[0]["set"]}
+    assert main(["predict", "model", f"bad {name}"]) == 2
+    assert is_plain(without_bars(capsys.readouterr().err))
+
+
+@pytest.mark.parametrize("case", EVIL)
+def test_class_folders_cannot_paint_the_terminal(case, make_model, tmp_path, monkeypatch, capsys):
+    """`avgk evaluate` names a class that the model does not know."""
+    monkeypatch.chdir(tmp_path)
+    model = make_model(num_labels=2, k=1, id2label={0: "ash", 1: "elm"})
+    model.config.set_calibration({1: 0.5}, record={})
+    model.save_pretrained("model")
+    folder = write_folder(tmp_path / "trees")
+    (folder / "test" / "ash").rename(folder / "test" / EVIL[case])
+    for command in ("evaluate", "calibrate"):
+        capsys.readouterr()
+        main([command, "model", "trees", "--split", "test"])
+        printed = capsys.readouterr()
+        assert is_plain(printed.out) and is_plain(without_bars(printed.err))
+
+
+def finished_run(folder, **fields):
+    metrics = {"average_k_accuracy": 0.9, "mean_set_size": 1.0, "lambda_val": 0.5, "top1_accuracy": 0.9}
+    results = {"dataset": "trees", "data": {}, "objective": "ce", "k": 1, "seed": 0, "hyperparameters": {}}
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / "results.json").write_text(json.dumps({**results, "validation": metrics, "recipe": None, **fields}))
+    return folder
+
+
+HOSTILE = [*EVIL.values(), "x | 100.00 | y", "x\n\n## Results\n\n| a |\n|---|\n| 100 |", "<img src=http://a.b/c.png>"]
+HOSTILE += ["![x](http://a.b/c.png)", "[x](javascript:alert(1))", "`x`", "```\nx\n```", "# x", "- x", "1. x"]
+HOSTILE += ["http://a.b", "www.a.b", "a@b.c", "*x*", "__x__", "~~x~~", "&lt;img&gt;", "$x$", "\\| x", "---"]
+HOSTILE += ["x\n---\ny: z", "x: y", "{{ k }}"]
+LIVE = ("![x]", "[x](", "<img", "http://a.b", "&lt;", "~~x", "__x", "www.a", "a@b")  # what would be more than text
+
+
+@pytest.mark.parametrize("value", HOSTILE)
+def test_reports_show_records_as_text(value, tmp_path, capsys):
+    runs = [finished_run(tmp_path / name, data={"dataset": text}) for name, text in (("a", value), ("b", "plain"))]
+    assert main(["report", *map(str, runs), "--out", str(tmp_path / "report")]) == 0
+    printed = capsys.readouterr().out
+    rows = [line for line in printed.split("\n") if line.startswith("|")]
+    assert is_plain(printed) and len(rows) == 4
+    assert {len(re.findall(r"(?<!\\)\|", row)) for row in rows} == {len(re.findall(r"\|", rows[0]))}
+
+
+@pytest.mark.parametrize("field", ["objective", "k", "validation"])
+def test_records_of_absurd_types_are_one_line(field, tmp_path, capsys):
+    run = finished_run(tmp_path / "a", **{field: {"average_k_accuracy": ["![x](http://a.b)"]}})
+    if field == "validation":
+        assert main(["report", str(run), "--out", str(tmp_path / "report")]) == 2
+        assert "validation.average_k_accuracy=" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("value", HOSTILE)
+def test_the_card_escapes_every_value(value, make_model):
+    def render(value):
+        config = make_model(num_labels=3, k=1, id2label={0: value, 1: "elm", 2: "fir"}).config
+        config.head = "auto"
+        record = {"num_examples": [value], "dataset": value, "split": value, "date": {"a": value}}
+        config.calibration = {**record, "step": value, "head": value}
+        config.thresholds = {"1": 0.5}
+        metrics = {"average_k_accuracy": 0.5, "mean_set_size": 2.0, "lambda_val": 0.1, "top1_accuracy": 0.4}
+        return render_card(value.replace("/", "-"), config, {"test": metrics}, {value: value}, value).content
+
+    def text_of(content):
+        """The body without its block of code, which holds the name as a string of Python."""
+        body, code = content.split("\n---\n", 1)[1], content.split("```python\n")[1].split("\n```\n")[0]
+        compile(code, "card", "exec")
+        return body.replace(code, "", 1)
+
+    def shape(content):
+        """What each line begins with, and its cells."""
+        marks = re.compile(r"\s*(#+ |[-+*] |\d+[.)] |>|```|~~~|---|===|\||<|\[|!)?")
+        lines = re.sub("`avgk predict .*`", "", text_of(content)).split("\n")
+        return [(marks.match(line)[1], len(re.findall(r"(?<!\\)\|", line))) for line in lines]
+
+    content = render(value)
+    assert shape(content) == shape(render("plain"))
+    front, body = content.split("\n---\n", 1)
+    assert yaml.safe_load(front.removeprefix("---\n"))["model-index"][0]["name"] == value.replace("/", "-")
+    text = text_of(content).replace(shlex.quote(value.replace("/", "-")), "")
+    assert not [live for live in LIVE if live in text]
+    assert is_plain(body.replace("\x7f", ""))

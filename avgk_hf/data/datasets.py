@@ -11,6 +11,7 @@ from datasets import ClassLabel, Dataset, DatasetDict, Features, Image, Value, l
 from datasets.exceptions import DatasetGenerationError
 from transformers.utils import logging
 
+from ..shell import printable
 from .boundary import check_builder, check_folder, check_images, hub_roots, own_roots
 from .cifar import is_cifar_archive, load_cifar
 from .glyphs import load_glyphs
@@ -298,7 +299,8 @@ def skip_bad_images(dataset: Dataset, name: str, num_workers: int = 0, report: b
         raise ValueError(f"{name}: none of the {len(bad)} images can be read, e.g. {bad[0]}")
     if report:
         shown = " ".join(bad[:3]) + f" (and {len(bad) - 3} more)" * (len(bad) > 3)
-        logger.warning(f"{name}: {len(bad)} of {len(faults)} images cannot be read and are left out: {shown}")
+        text = f"{name}: {len(bad)} of {len(faults)} images cannot be read and are left out: {shown}"
+        logger.warning(printable(text))
     kept = dataset.select([row for row, fault in enumerate(faults) if fault is None])
     return kept.remove_columns("index").add_column("index", list(range(len(kept)))), len(bad)
 
