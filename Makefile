@@ -33,11 +33,13 @@ browser:
 clean:
 	rm -rf "$(VENV)" runs .pytest_cache .ruff_cache .hypothesis build dist
 
-# compiled once here, because some machines forbid Python to write .pyc files later and imports then take minutes
+# compiled once here, because some machines forbid Python to write .pyc files later and imports then take minutes;
+# of others only wheels are taken (--no-build), so that no setup.py runs
 $(VENV)/installed: pyproject.toml Makefile
 	$(PYTHON) -m venv "$(VENV)"
-	$(PY) -m pip install --quiet uv
-	$(PY) -m uv pip install --quiet --python "$(VENV)" --compile-bytecode --editable ".[dev]"
+	$(PY) -m pip install --quiet --only-binary :all: "uv>=0.9,<1"
+	$(PY) -m uv pip install --quiet --python "$(VENV)" --compile-bytecode --no-build --requirements pyproject.toml --extra dev
+	$(PY) -m uv pip install --quiet --python "$(VENV)" --no-deps --editable .
 	# without the packages of its losses, which do not build everywhere; the tests compare its sets with ours
-	$(PY) -m uv pip install --quiet --python "$(VENV)" --no-deps torchcp
+	$(PY) -m uv pip install --quiet --python "$(VENV)" --no-build --no-deps "torchcp>=1.2,<2"
 	touch "$(VENV)/installed"

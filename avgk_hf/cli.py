@@ -9,13 +9,17 @@ from typing import Any
 
 from . import __version__
 from .files import new_file, open_log, refuse_link, write_text
-from .shell import guarded, logged
+from .shell import guarded, logged, printable
 
 METHODS = ("lac", "aps", "raps")  # of coverage; conformal.py knows them too, but imports torch
 BAD_IMAGES = {
     "choices": ("error", "skip"),
     "default": "error",
     "help": "refuse an image that cannot be read, or leave it out and say so (%(default)s)",
+}
+ALLOW_OUTSIDE = {
+    "action": "store_true",
+    "help": "let the dataset point out of itself: links, paths of images, addresses in its README",
 }
 
 
@@ -57,6 +61,7 @@ def build_parser() -> argparse.ArgumentParser:
         command.add_argument("--validation-per-class", type=int, help="take so many images of each class from train")
         command.add_argument("--split-seed", type=int, default=0, help="which of them, as in training (%(default)s)")
         command.add_argument("--on-bad-image", **BAD_IMAGES)
+        command.add_argument("--allow-outside", **ALLOW_OUTSIDE)
         command.add_argument("--json", action="store_true", help="print the metrics as JSON")
         shown = "size against coverage" if name == "calibrate" else "the mean set size and its interval"
         command.add_argument("--plot", metavar="FILE", help=f"picture of {shown}, PNG or SVG")
@@ -92,6 +97,7 @@ def build_parser() -> argparse.ArgumentParser:
     export.add_argument("--int8", action="store_true", help="also write an 8-bit graph")
     export.add_argument("--dataset", help="labelled images to measure the graphs on, as for `avgk evaluate`")
     export.add_argument("--split", default="test", help="split of the dataset (%(default)s)")
+    export.add_argument("--allow-outside", **ALLOW_OUTSIDE)
     export.add_argument("--plot", metavar="FILE", help="picture of the graphs' sizes and accuracies")
     export.add_argument("--json", action="store_true", help="print the report as JSON")
 
@@ -134,6 +140,7 @@ def build_parser() -> argparse.ArgumentParser:
     plot = commands.add_parser("plot", help="draw set sizes, accuracy against K and contact sheets of runs")
     plot.add_argument("runs", nargs="+", metavar="RUN", help="folders of finished `avgk train` runs")
     plot.add_argument("--out", default="runs/plots", help="folder for the pictures, PNG and SVG (%(default)s)")
+    plot.add_argument("--allow-outside", **ALLOW_OUTSIDE)
 
     text = "show a calibrated model's sets on a page in the browser"
     app = commands.add_parser("app", help=text, description=text)
@@ -183,6 +190,7 @@ def run_evaluate(args: argparse.Namespace) -> None:
         validation_per_class=args.validation_per_class,
         split_seed=args.split_seed,
         unlabelled=not calibrate and args.label_column == "label",  # one that is named has to be there
+        allow_outside=args.allow_outside,
     )
     if len(splits) == 1 and args.split == "test" and "label" not in next(iter(splits.values())).column_names:
         args.split = next(iter(splits))  # a folder of image files has no splits
@@ -248,11 +256,11 @@ def _recorded(config: Any) -> dict[str, dict[str, Any]]:
 def _say_what_changed(before: dict[str, dict], after: dict[str, dict], folder: Path | None) -> None:
     """The coverages of a calibration, what it replaced, and what in the model's folder is older than it."""
     for level, how in after["coverage"].items():
-        print(f"coverage {level}: {how}")
+        print(printable(f"coverage {level}: {how}"))
     for name, found in before.items():
         gone = [key for key in found if key not in after[name]]
         if gone:
-            print(f"{name} = {', '.join(gone)} of an earlier calibration: not recorded any more")
+            print(f"{name} = {printable(', '.join(gone))} of an earlier calibration: not recorded any more")
     older = [name for name in ("README.md", "onnx/model.onnx") if folder and (folder / name).is_file()]
     if older:
         print(f"older than these thresholds: {', '.join(older)} (`avgk card`, `avgk export` write them anew)")
@@ -285,19 +293,22 @@ def run_predict(args: argparse.Namespace) -> None:
         except (OSError, ValueError) as error:
             if args.on_bad_image == "error":
                 raise
-            print(f"left out: {error}", file=sys.stderr)
+            print(f"left out: {printable(error)}", file=sys.stderr)
             continue
         scores = model_scores(model, pixels[None], args.k)  # (1, L)
         classes = ranked_sets(scores, answer(scores, model.config, **question))[0]
         found = [{"label": model.config.id2label[j], "score": scores[0, j].item()} for j in classes]
         predictions.append({"image": path, "set": found})
     if args.json:
-        print(json.dumps(predictions, indent=2, ensure_ascii=False))
+        plain = all(printable(item["label"]) == item["label"] for found in predictions for item in found["set"])
+        plain = plain and all(printable(found["image"]) == found["image"] for found in predictions)
+        print(json.dumps(predictions, indent=2, ensure_ascii=not plain))
         return
     for prediction in predictions:
-        print(f"{prediction['image']}: {len(prediction['set'])} class{'es' * (len(prediction['set']) != 1)}")
+        number = len(prediction["set"])
+        print(f"{printable(prediction['image'])}: {number} class{'es' * (number != 1)}")
         for item in prediction["set"]:
-            print(f"  {item['score']:8.4f}  {item['label']}")
+            print(f"  {item['score']:8.4f}  {printable(item['label'])}")
 
 
 def run_export(args: argparse.Namespace) -> None:
@@ -310,7 +321,7 @@ def run_export(args: argparse.Namespace) -> None:
         raise ValueError("name a folder for the exported model with --out.")
     out = args.out or str(Path(args.model) / "onnx")
     model = load_classifier(args.model)
-    splits = load_splits(args.dataset) if args.dataset else {}
+    splits = load_splits(args.dataset, allow_outside=args.allow_outside) if args.dataset else {}
     if splits and args.split not in splits:
         raise ValueError(f"the dataset {args.dataset!r} has no split {args.split!r}, only {list(splits)}: --split.")
     dataset = splits[args.split] if splits else None
@@ -358,7 +369,8 @@ def run_compare(args: argparse.Namespace) -> None:
     from .comparison import read_comparison
 
     comparison = read_comparison(args.config, output_dir=args.out, overrides=args.overrides)
-    print(run_comparison(comparison, args.workers, args.dry_run))
+    text = run_comparison(comparison, args.workers, args.dry_run)
+    print("\n".join(map(printable, text.split("\n"))))
     if not args.dry_run:
         print(f"written to {comparison.output_dir}")
 
@@ -374,8 +386,8 @@ def run_plot(args: argparse.Namespace) -> None:
     """`avgk plot`."""
     from .plots import plot_runs
 
-    for path in plot_runs(args.runs, args.out):
-        print(path)
+    for path in plot_runs(args.runs, args.out, allow_outside=args.allow_outside):
+        print(printable(path))
 
 
 def run_app(args: argparse.Namespace) -> None:

@@ -23,6 +23,7 @@ from .shell import is_secret
 from .train import (
     DataArguments,
     ModelArguments,
+    check_combinations,
     parse_recipe,
     read_recipe,
 )
@@ -70,6 +71,10 @@ class Comparison:
     overrides: list[str] = field(default_factory=list)
 
     def __post_init__(self) -> None:
+        if not isinstance(self.output_dir, str | Path):
+            raise ValueError(f"output_dir={self.output_dir!r} must be the name of a folder.")
+        if not isinstance(self.sweeps, list) or not all(isinstance(sweep, str) for sweep in self.sweeps):
+            raise ValueError(f"sweeps={self.sweeps!r} must be a list of folders.")
         if not isinstance(self.losses, dict) or not self.losses:
             raise ValueError("losses: name at least one loss and what is searched, e.g. `losses: {ce: {}, avgk: {}}`.")
         if not isinstance(self.shared, dict):
@@ -88,12 +93,13 @@ class Comparison:
                     raise ValueError(f"{place}: {name!r} cannot be set here; name a field of the model or training.")
                 if (isinstance(values, list) or place == "shared") and not _different(values):
                     raise ValueError(f"{place}: {name}={values!r} must be a list of different values.")
+            check_combinations(place, [v for v in {**self.shared, **own}.values() if isinstance(v, list)])
         for name in self.losses:
             if self.objective(name) not in OBJECTIVES or not re.fullmatch(r"[\w.+-]+", name):
                 raise ValueError(
                     f"losses: {name!r} is unknown; choose among {', '.join(OBJECTIVES)}, or set `objective:`."
                 )
-        if self.baseline not in self.losses:
+        if not isinstance(self.baseline, str) or self.baseline not in self.losses:
             raise ValueError(f"baseline={self.baseline!r} is not among the losses {', '.join(self.losses)}.")
         if not _different(self.k):
             raise ValueError(f"k={self.k!r} must be a list of different sizes, e.g. `k: [2, 3, 5, 10]`.")
@@ -229,7 +235,7 @@ def run_path(comparison: Comparison, run: Run) -> Path:
 def _read_finished(path: Path, _: int) -> Results:
     try:
         return json.loads(path.read_text(encoding="utf-8"))
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise ValueError(f"{path} is not valid JSON ({error}): remove it, and it will be computed again.") from None
 
 

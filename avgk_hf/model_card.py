@@ -12,7 +12,7 @@ from transformers import TrainerCallback
 from .configuration import AvgKConfig, read_json
 from .conformal import describe
 from .modeling import check_folder
-from .sets import k_key
+from .sets import HEADS, k_key
 
 TEMPLATE = Path(__file__).with_name("model_card_template.md")
 METHODS = {
@@ -24,6 +24,7 @@ METHODS = {
     "role": "Trained with ROLE: labels that were not observed are estimated for every training image.",
     "topk": "Trained with the balanced noised top-K hinge loss.",
 }
+SHOWN = ("num_examples", "dataset", "split", "date", "step")  # of a calibration's record
 CALIBRATED = "This model was not trained for sets: a classifier that existed already was calibrated with avgk_hf."
 HYPERPARAMETERS = {"avgk": ["alpha"], "epr": ["beta"], "role": ["role_lambda", "theta_lr"], "topk": ["epsilon"]}
 
@@ -108,6 +109,8 @@ def render_card(
     suffixes = {k: f"@{k}" if f"mean_set_size@{k}" in metrics or k != own_k else "" for k in ks}
     # a K that was calibrated after the evaluation has no results
     rows = [_row(k, suffix, metrics) for k, suffix in suffixes.items() if f"mean_set_size{suffix}" in metrics]
+    record = config.calibration or {}
+    head = record.get("head")
     total = sum(set_sizes or [])
     shares = [(size, f"{100 * count / total:.1f}%") for size, count in enumerate(set_sizes or []) if count]
     card_data = ModelCardData(
@@ -120,25 +123,22 @@ def render_card(
     return ModelCard.from_template(
         card_data,
         template_path=str(TEMPLATE),
-        model_name=_text(repo.split("/")[-1]),
-        repo=json.dumps(repo, ensure_ascii=False),
+        model_name=as_markdown(repo.split("/")[-1]),
+        repo=json.dumps(repo, ensure_ascii=not repo.isprintable()),
         shell_repo=shlex.quote(repo) if repo.isprintable() and "`" not in repo else "MODEL",
-        k=own_k,
-        ks=", ".join(ks),
+        k=as_markdown(own_k),
+        ks=as_markdown(", ".join(ks)),
         num_labels=config.num_labels,
         results_split=split,
         rows=rows,
         sizes=shares[:20],
         top1=_percent(metrics["top1_accuracy"]) if metrics else "",
-        calibration={
-            name: _text(value) if isinstance(value, str) else value
-            for name, value in (config.calibration or {}).items()
-        },
+        calibration={name: as_markdown(record[name]) for name in SHOWN if record.get(name)},
         method=CALIBRATED if calibrated_only else METHODS[config.objective],
-        dataset=_text(dataset or "not stated"),
-        hyperparameters={_text(name): _text(value) for name, value in hyperparameters.items()},
-        curve=_curve((config.calibration or {}).get("curve")),
-        curve_head=(config.calibration or {}).get("head") if getattr(config, "head", "ml") == "auto" else None,
+        dataset=as_markdown(dataset or "not stated"),
+        hyperparameters={as_markdown(name): as_markdown(value) for name, value in hyperparameters.items()},
+        curve=_curve(record.get("curve")),
+        curve_head=head if getattr(config, "head", "ml") == "auto" and head in HEADS else None,
         levels=_levels(getattr(config, "coverage", None) or {}, metrics),
         measured=any(name.startswith("coverage_") for name in metrics),
     )
@@ -173,6 +173,10 @@ def read_results(folder: Path, *further: str) -> dict[str, Any]:
             raise ValueError(
                 f"{folder / 'results.json'}: the field {name!r} must be a mapping, not {results[name]!r}."
             )
+    for split in ("validation", "test"):
+        for name, value in results.get(split, {}).items():
+            if value is not None and not isinstance(value, int | float):
+                raise ValueError(f"{folder / 'results.json'}: {split}.{name}={value!r} must be a number.")
     return results
 
 
@@ -207,7 +211,7 @@ def _row(k: str, suffix: str, metrics: dict[str, float]) -> dict[str, str]:
         return _percent(metrics[name + suffix]) if name + suffix in metrics else "–"
 
     return {
-        "k": k,
+        "k": as_markdown(k),
         "accuracy": percent("average_k_accuracy"),
         "size": f"{metrics['mean_set_size' + suffix]:.2f}",
         "empty": percent("empty_sets"),
@@ -238,8 +242,8 @@ def _levels(record: dict[str, Any], metrics: dict[str, float]) -> list[dict[str,
         found = {how: name for how, name in names.items() if f"coverage_{name}" in metrics}
         rows.append(
             {
-                "asked": level,
-                "methods": methods,
+                "asked": as_markdown(level),
+                "methods": as_markdown(methods),
                 "coverage": ", ".join(
                     f"{_percent(metrics[f'coverage_{name}'])} ({how.replace('_', ' ')})" for how, name in found.items()
                 )
@@ -250,10 +254,16 @@ def _levels(record: dict[str, Any], metrics: dict[str, float]) -> list[dict[str,
     return rows
 
 
-def _text(value: Any) -> str:
-    """A value that stays text in the card, on its line and in its cell, whatever a name holds."""
+def as_markdown(value: Any) -> str:
+    r"""A value that stays text in Markdown, on its line and in its cell, whatever a name holds.
+
+    >>> print(as_markdown("oak | ![x](http://a.b/c.png)\n# elm_1"))
+    oak \| !\[x\](http:/\/a.b/c.png) \# elm_1
+    """
     line = " ".join("".join(c if c.isprintable() else " " for c in str(value)).split())
-    return re.sub(r"([\\`*<>|\[\]])", r"\\\1", line)
+    line = re.sub(r"([\\`*<>|\[\]#~&$@]|(?<![^\W_])_|_(?![^\W_]))", r"\\\1", line)
+    # addresses would become links by themselves
+    return re.sub(r"(?i):/(?=/)|www(?=\.)", r"\g<0>\\", line)
 
 
 def _percent(value: float) -> str:

@@ -340,7 +340,12 @@ def sweep_curve(points: Sequence[dict[str, Any]], name: str, path: str | Path) -
     _save(figure, path)
 
 
-def plot_runs(runs: Sequence[str | Path], out: str | Path, formats: Sequence[str] = ("png", "svg")) -> list[Path]:
+def plot_runs(
+    runs: Sequence[str | Path],
+    out: str | Path,
+    formats: Sequence[str] = ("png", "svg"),
+    allow_outside: bool = False,
+) -> list[Path]:
     """All pictures of one or more runs of `avgk train`, from their models and their data.
 
     The trade-off is drawn as the calibration recorded it. Thresholds for K = 1 to 20 are computed on validation in
@@ -350,6 +355,7 @@ def plot_runs(runs: Sequence[str | Path], out: str | Path, formats: Sequence[str
         runs: Folders of runs.
         out: Folder for the pictures.
         formats: Endings of the files to write.
+        allow_outside: As in `load_splits`; what a run recorded of it does not count.
 
     Returns:
         The files that were written.
@@ -379,6 +385,7 @@ def plot_runs(runs: Sequence[str | Path], out: str | Path, formats: Sequence[str
                 data["glyphs_seed"],
                 data.get("validation_per_class"),
                 data.get("split_seed", 0),
+                allow_outside=allow_outside,
             )
         splits = loaded[key]
         model = AvgKForImageClassification.from_pretrained(run)

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 
 from .files import write_text
-from .model_card import read_results
+from .model_card import as_markdown, read_results
 
 RESULTS = "results.json"
 COLUMNS = {
@@ -146,7 +146,7 @@ def markdown(groups: list[dict[str, Any]]) -> str:
                 found = [(name, metrics.get(f"{name}@{at}" if at else name)) for name in names]
                 cells = [as_text(value, name != "mean_set_size") if value else "–" for name, value in found]
                 name = f"{group['name']}, sets for K = {at}" if at else group["name"]
-                lines.append(f"| {name} | {len(group['seeds'])} | {' | '.join(cells)} |")
+                lines.append(f"| {as_markdown(name)} | {len(group['seeds'])} | {' | '.join(cells)} |")
         lines.append("")
     lines.append("Mean ± half width of the 95% confidence interval over seeds (Student's t); accuracies in percent.")
     return "\n".join(lines) + "\n"

@@ -1,4 +1,4 @@
-"""How a command ends: errors and interruptions as one line and an exit code."""
+"""What a command prints, and how it ends: errors and interruptions as one line and an exit code."""
 
 import contextlib
 import datetime
@@ -8,6 +8,7 @@ import re
 import signal
 import sys
 import threading
+import unicodedata
 from collections.abc import Callable, Iterator
 from typing import TextIO
 
@@ -20,6 +21,18 @@ class Terminated(KeyboardInterrupt):
 
 def _terminate(*_: object) -> None:
     raise Terminated
+
+
+def printable(text: object) -> str:
+    r"""Text of others, a label or a file's name, on one line: what would move the cursor or colour it is written out.
+
+    >>> printable("oak\x1b[2J\n100.0000  elm")
+    'oak\\x1b[2J\\n100.0000  elm'
+    """
+    return "".join(
+        c if c.isprintable() or unicodedata.category(c) == "Zs" else c.encode("unicode_escape").decode()
+        for c in str(text)
+    )
 
 
 def _one_line(error: Exception) -> str:
@@ -63,7 +76,7 @@ class _Tee(io.TextIOBase):
         self.stream.write(text)
         *lines, self.line = (self.line + text).split("\n")
         for line in lines:
-            self.log.write(masked(line.rpartition("\r")[2]) + "\n")
+            self.log.write(masked(printable(line.rstrip("\r").rpartition("\r")[2])) + "\n")
         return len(text)
 
     def flush(self) -> None:
@@ -81,7 +94,8 @@ def logged(log: TextIO | None, arguments: list[str]) -> Iterator[None]:
         yield
         return
     with log:
-        log.write(f"{datetime.datetime.now().isoformat(' ', 'seconds')} avgk {' '.join(without_tokens(arguments))}\n")
+        words = printable(' '.join(without_tokens(arguments)))
+        log.write(f"{datetime.datetime.now().isoformat(' ', 'seconds')} avgk {words}\n")
         out, err = _Tee(sys.stdout, log), _Tee(sys.stderr, log)
         with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
             yield
@@ -99,12 +113,12 @@ def guarded(name: str, command: Callable[[], None]) -> int:
     try:
         command()
     except KeyboardInterrupt as stop:
-        print(f"\navgk {name}: {str(stop) or 'stopped.'}", file=sys.stderr)
+        print(f"\navgk {name}: {printable(stop) or 'stopped.'}", file=sys.stderr)
         return 128 + (signal.SIGTERM if isinstance(stop, Terminated) else signal.SIGINT)
     except (ValueError, OSError, ImportError) as error:
         if os.environ.get("AVGK_DEBUG"):
             raise
-        print(f"avgk {name}: {masked(_one_line(error))}", file=sys.stderr)
+        print(f"avgk {name}: {printable(masked(_one_line(error)))}", file=sys.stderr)
         return 2
     finally:
         if main_thread:

@@ -21,6 +21,7 @@ from filelock import FileLock
 from transformers import set_seed
 
 from .files import output_folder, write_text
+from .model_card import as_markdown
 from .modeling import AvgKForImageClassification
 from .plots import sweep_curve
 from .report import as_text, interval
@@ -29,6 +30,7 @@ from .train import (
     HYPERPARAMETERS,
     ModelArguments,
     build_model,
+    check_combinations,
     load_data,
     make_trainer,
     parse_recipe,
@@ -82,6 +84,7 @@ class Sweep:
             if not isinstance(values, list) or not values or any(values.count(value) > 1 for value in values):
                 raise ValueError(f"search: {name}={values!r} must be a list of different values.")
             self.search = {**self.search, name: values}
+        check_combinations("search", self.search.values())
         if not isinstance(self.seeds, int) or self.seeds < 1:
             raise ValueError(f"seeds={self.seeds!r} must be a whole number, at least 1.")
         if self.backend not in BACKENDS:
@@ -214,7 +217,7 @@ def markdown(rows: list[dict[str, Any]], best: dict[str, Any]) -> str:
     lines = [f"| {' | '.join(names)} | validation average-K accuracy | seeds |", "|---" * (len(names) + 2) + "|"]
     for row in rows:
         mark = "**" if row["values"] == best else ""
-        cells = [f"{mark}{row['values'][name]}{mark}" for name in names]
+        cells = [f"{mark}{as_markdown(row['values'][name])}{mark}" for name in names]
         text = f"{row['diverged']} diverged" if row["diverged"] else as_text(row, percent=True)
         lines.append(f"| {' | '.join(cells)} | {mark}{text}{mark} | {row['n']} |")
     return "\n".join(lines) + "\n"

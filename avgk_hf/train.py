@@ -11,7 +11,7 @@ import math
 import re
 import shlex
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import asdict, dataclass, field, fields
 from importlib.metadata import version
 from importlib.util import find_spec
@@ -20,7 +20,6 @@ from typing import Any, NoReturn
 
 import numpy as np
 import torch
-import yaml
 from datasets import Dataset, DatasetDict
 from transformers import EarlyStoppingCallback, HfArgumentParser, set_seed
 from transformers.utils import logging
@@ -34,6 +33,7 @@ from .data.transforms import AUGMENTATIONS
 from .files import write_text
 from .model_card import hyperparameters, plain_metrics
 from .modeling import AvgKForImageClassification
+from .plain_yaml import load_yaml
 from .plots import set_size_histogram
 from .report import RESULTS, write_report
 from .runs import check_output_dir, where_to_go_on
@@ -44,6 +44,7 @@ from .trainer import AvgKTrainer
 from .training_args import AvgKTrainingArguments
 
 logger = logging.get_logger(__name__)
+MOST_COMBINATIONS = 100_000  # of a search
 
 
 @dataclass
@@ -119,6 +120,10 @@ class DataArguments:
             "help": "Refuse an image that cannot be read, or leave it out and count it.",
             "choices": list(ON_BAD_IMAGE),
         },
+    )
+    allow_outside: bool = field(
+        default=False,
+        metadata={"help": "Let the dataset point out of itself: links, paths of images, addresses in its README."},
     )
 
     def __post_init__(self) -> None:
@@ -203,33 +208,25 @@ def parse_recipe(arguments: list[str]) -> Arguments:
     return parsed
 
 
-class _Loader(yaml.SafeLoader):
-    """Plain YAML, but a key that occurs twice is refused: which of the two was meant cannot be known."""
-
-    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict:
-        seen = set()
-        for key, _ in node.value:
-            if isinstance(key, yaml.ScalarNode) and key.tag != "tag:yaml.org,2002:merge":
-                if key.value in seen:
-                    raise yaml.constructor.ConstructorError(
-                        None, None, f"the key {key.value!r} occurs twice; keep one of them", key.start_mark
-                    )
-                seen.add(key.value)
-        return super().construct_mapping(node, deep)
-
-
 def read_recipe(path: Path) -> dict[str, Any]:
     """The `key: value` pairs of a recipe file."""
     if not path.is_file():
         raise FileNotFoundError(f"there is no recipe {str(path)!r}; name a YAML file.")
     try:
-        recipe = yaml.load(path.read_text(encoding="utf-8"), _Loader)  # a SafeLoader: no tag constructs an object
-    except (yaml.YAMLError, ValueError, RecursionError) as error:  # ValueError: not UTF-8, or an impossible date
-        raise ValueError(f"{path} is not valid YAML: {' '.join(str(error).split())}") from None
+        recipe = load_yaml(path.read_text(encoding="utf-8"))
+    except ValueError as error:  # also of a file that is not UTF-8
+        raise ValueError(f"{path} is not valid YAML: {error}") from None
     if not isinstance(recipe, dict):
         found = "nothing" if recipe is None else type(recipe).__name__
         raise ValueError(f"{path} must hold `key: value` pairs, but holds {found}. See recipes/glyphs/avgk.yaml.")
     return recipe
+
+
+def check_combinations(place: str, values: Iterable[list[Any]]) -> None:
+    """Refuse more combinations than can be listed, let alone trained."""
+    number = math.prod(map(len, values))
+    if number > MOST_COMBINATIONS:
+        raise ValueError(f"{place}: {number} combinations are more than {MOST_COMBINATIONS}; search fewer values.")
 
 
 def _check_value(name: str, value: Any, path: Path) -> None:
@@ -265,7 +262,7 @@ def build_model(arguments: ModelArguments, names: list[str]) -> AvgKForImageClas
     """The model that the recipe describes, for classes of these names."""
     try:
         model_args = json.loads(arguments.model_args or "{}")
-    except (json.JSONDecodeError, RecursionError) as error:
+    except (ValueError, RecursionError) as error:
         raise ValueError(f"model_args={arguments.model_args[:80]!r} is not a mapping in JSON: {error}") from None
     if not isinstance(model_args, dict):
         raise ValueError(f"model_args={arguments.model_args!r} is not a mapping in JSON, e.g. `model_args: {{}}`.")
@@ -299,6 +296,7 @@ def load_all(data_args: DataArguments, args: AvgKTrainingArguments) -> DatasetDi
             data_args.glyphs_seed,
             data_args.validation_per_class,
             data_args.split_seed,
+            allow_outside=data_args.allow_outside,
         )
 
 

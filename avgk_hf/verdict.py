@@ -1,7 +1,6 @@
 """The report of a comparison: tables, differences to the baseline, ablations and pictures, from the finished runs."""
 
 import itertools
-import json
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -18,8 +17,10 @@ from .comparison import (
     plan,
     write_json,
 )
+from .configuration import read_json
 from .data.glyphs import noise_bound, outline_bound
 from .files import write_text
+from .model_card import as_markdown
 from .plots import accuracy_intervals, learning_curves, set_size_histogram, sweep_curve
 from .report import as_text, interval
 from .sets import HEADS, k_key
@@ -116,7 +117,7 @@ def _limits(comparison: Comparison, results: list[tuple[Run, Results]]) -> dict[
     if not comparison.on_glyphs:
         return {}
     path = Path(comparison.output_dir) / "bounds.json"
-    stored = json.loads(path.read_text()) if path.is_file() else {}
+    stored = read_json(path) if path.is_file() else {}
     if not all(k_key(k) in stored.get("noise", {}) for k in comparison.k):
         stored = {
             "outline": {k_key(k): value for k, value in outline_bound(comparison.k).items()},
@@ -230,7 +231,7 @@ def markdown(summary: dict[str, Any]) -> str:
     lines += ["## What was chosen on validation", "", "| loss | K | hyperparameters |", "|---|---|---|"]
     for row in summary["rows"]:
         values = ", ".join(f"{name} {value}" for name, value in row["values"].items())
-        lines.append(f"| {row['loss']} | {k_key(row['k'])} | {values} |")
+        lines.append(f"| {row['loss']} | {k_key(row['k'])} | {as_markdown(values)} |")
     lines += ["", *_ablations(summary)]
     return "\n".join(lines) + "\n"
 
@@ -388,7 +389,7 @@ def _pictures(comparison: Comparison, summary: dict[str, Any], folder: Path, end
     learning_curves(longest, folder / f"learning_curves.{ending}", title)
     for sweep in comparison.sweeps:
         path = Path(sweep) / "sweep.json"
-        content = json.loads(path.read_text()) if path.is_file() else {"search": {}}
+        content = read_json(path) if path.is_file() else {"search": {}}
         if len(content["search"]) == 1:
             (name,) = content["search"]
             whole = [row for row in content["summary"] if row["n"] and not row["diverged"]]

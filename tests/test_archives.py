@@ -85,7 +85,10 @@ def test_broken_cifar_files_are_refused(tmp_path):
         (whole[:-100], "train cannot be read as CIFAR-100"),
         (pickle.dumps([1]), "train holds a list"),
         (pickle.dumps({"data": []}), r"train has no 'fine_labels', only \['data'\]"),
-        (pickle.dumps({"data": np.zeros((2, 7)).tolist(), "fine_labels": [0, 1]}), r"float64 \(2, 7\) for 2 labels"),
+        (pickle.dumps({"data": np.zeros((2, 7)).tolist(), "fine_labels": [0, 1]}), "holds a list as 'data'"),
+        (pickle.dumps({"data": np.zeros((2, 7)), "fine_labels": [0, 1]}, 4), "array of 'f8', not of u1, i4, i8"),
+        (pickle.dumps({"data": np.zeros((2, 7), "u1"), "fine_labels": [0, 1]}, 4), r"uint8 \(2, 7\) for 2 labels"),
+        (pickle.dumps({"data": np.zeros((1, 3072), "u1"), "fine_labels": [12]}, 4), r"labels outside \[0, 12\)"),
     ):
         (folder / "train").write_bytes(content)
         with pytest.raises(ValueError, match=message):

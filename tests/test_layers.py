@@ -8,7 +8,7 @@ import avgk_hf
 ROOT = Path(__file__).parent.parent
 PACKAGE = ROOT / "avgk_hf"
 LAYERS = [
-    {"files", "guard", "images", "sets", "shell"},
+    {"files", "guard", "images", "plain_yaml", "sets", "shell"},
     {"conformal", "monitor", "densenet"},
     {"backbones"},
     {"configuration", "set_statistics", "pipeline"},

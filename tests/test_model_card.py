@@ -35,7 +35,7 @@ def test_a_card_says_what_users_need(path):
         'pipeline("image-classification"',
         "few shot | medium shot | many shot",
         "### Set sizes",
-        "on 2000 images (dataset glyphs, split\nvalidation)",
+        "on 2000 images (dataset glyphs,\nsplit validation)",
         "## Limits",
         "learning rate | 0.1",
         "arXiv:2303.18118",

@@ -1,6 +1,6 @@
 """transformers' own `ModelTesterMixin` and `ConfigTester` on our model and configuration, on three tiny backbones.
 
-A first run fetches the tests with pip (see transformers_suite.py); where that fails, this file is skipped.
+A first run fetches the tests as a file (see transformers_suite.py); where that fails, this file is skipped.
 """
 
 import unittest

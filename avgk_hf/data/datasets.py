@@ -7,11 +7,13 @@ from typing import Any
 
 import numpy as np
 import pyarrow.parquet as pq
-from datasets import ClassLabel, Dataset, DatasetDict, Features, Image, Value, load_dataset, load_from_disk
+from datasets import ClassLabel, Dataset, DatasetDict, Features, Image, Value, load_dataset_builder, load_from_disk
 from datasets.exceptions import DatasetGenerationError
 from transformers.utils import logging
 
 from ..images import open_image
+from ..shell import printable
+from .boundary import check_builder, check_folder, check_images, hub_roots, own_roots
 from .cifar import is_cifar_archive, load_cifar
 from .glyphs import load_glyphs
 from .plantnet import is_plantnet, load_plantnet
@@ -30,6 +32,7 @@ def load_splits(
     validation_per_class: int | None = None,
     split_seed: int = 0,
     unlabelled: bool = False,
+    allow_outside: bool = False,
 ) -> DatasetDict:
     """Load a dataset and bring it to the contract: columns `image`, `label` (ClassLabel) and `index`.
 
@@ -44,6 +47,8 @@ def load_splits(
         split_seed: Which ones; same seed, same images.
         unlabelled: Whether a dataset without the column of classes, e.g. a folder of image files, is taken too; its
             splits have no column `label`.
+        allow_outside: Whether the dataset may point out of itself: links, paths of images, and addresses on the
+            network in its README. Only for a dataset whose author you trust.
 
     Returns:
         The splits under their own names, usually train, validation and test. All have the same classes, matched by
@@ -51,16 +56,24 @@ def load_splits(
     """
     if image_column == label_column:
         raise ValueError(f"image_column and label_column are both {image_column!r}: name the two columns.")
-    splits = _load_splits(dataset, config_name, image_column, label_column, seed, unlabelled)
+    splits = _load_splits(dataset, config_name, image_column, label_column, seed, unlabelled, allow_outside)
     return splits if validation_per_class is None else split_validation(splits, validation_per_class, split_seed)
 
 
 def _load_splits(
-    dataset: str, config_name: str | None, image_column: str, label_column: str, seed: int, unlabelled: bool
+    dataset: str,
+    config_name: str | None,
+    image_column: str,
+    label_column: str,
+    seed: int,
+    unlabelled: bool,
+    allow_outside: bool,
 ) -> DatasetDict:
     if dataset == "glyphs":
         return load_glyphs(seed)
     folder = Path(dataset)
+    if folder.is_dir() and not allow_outside:
+        check_folder(folder)
     if is_cifar_archive(folder):
         return load_cifar(folder, coarse=label_column == "coarse_label")
     if is_plantnet(folder):
@@ -75,7 +88,7 @@ def _load_splits(
     if folder.is_dir() and not saved:
         _check_parquet(sorted(folder.rglob("*.parquet")), label_column)
     try:
-        splits = load_from_disk(dataset) if saved else load_dataset(dataset, config_name)
+        splits = load_from_disk(dataset) if saved else _load_dataset(dataset, config_name, allow_outside)
     except Exception as error:  # of arrow, json, the file system or the network
         # datasets has no error of its own for a split without rows
         if isinstance(error, IndexError) or (isinstance(error, ValueError) and "no data" in str(error)):
@@ -106,7 +119,18 @@ def _load_splits(
                 f"dataset {dataset!r}, split {name!r}: {image_column!r} or {label_column!r} cannot be read as images"
                 f" and classes ({reason}); name the right columns with `image_column:` and `label_column:`."
             ) from error
+        if not allow_outside:
+            check_images(contract[name], own_roots(folder) if folder.is_dir() else hub_roots(dataset), dataset)
     return DatasetDict(contract)
+
+
+def _load_dataset(dataset: str, config_name: str | None, allow_outside: bool) -> DatasetDict:
+    """`datasets.load_dataset`, with a look at what it would read before it does."""
+    builder = load_dataset_builder(dataset, config_name)
+    if not allow_outside:
+        check_builder(builder, dataset, own_roots(Path(dataset)) if Path(dataset).is_dir() else None)
+    builder.download_and_prepare()
+    return builder.as_dataset()
 
 
 def _check_parquet(files: Iterable[Path], label_column: str) -> None:
@@ -275,7 +299,8 @@ def skip_bad_images(dataset: Dataset, name: str, num_workers: int = 0, report: b
         raise ValueError(f"{name}: none of the {len(bad)} images can be read, e.g. {bad[0]}")
     if report:
         shown = " ".join(bad[:3]) + f" (and {len(bad) - 3} more)" * (len(bad) > 3)
-        logger.warning(f"{name}: {len(bad)} of {len(faults)} images cannot be read and are left out: {shown}")
+        text = f"{name}: {len(bad)} of {len(faults)} images cannot be read and are left out: {shown}"
+        logger.warning(printable(text))
     kept = dataset.select([row for row, fault in enumerate(faults) if fault is None])
     return kept.remove_columns("index").add_column("index", list(range(len(kept)))), len(bad)
 

@@ -96,7 +96,7 @@ def _check_complete(folder: Path, files: dict[str, dict[str, list[str]]]) -> Non
 def _read_json(path: Path) -> dict[str, Any]:
     try:
         content = json.loads(path.read_text(encoding="utf-8"))
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise ValueError(f"{path} is not valid JSON ({error}); download it again.") from None
     if not isinstance(content, dict):
         raise ValueError(f"{path} holds a {type(content).__name__}, not a mapping.")

@@ -1,0 +1,144 @@
+"""What a dataset of somebody else may point to: files of its own, not those of its reader or addresses on the network.
+
+`load_splits(..., allow_outside=True)` leaves these checks out.
+"""
+
+import json
+import os
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pyarrow.compute as pc
+from datasets import Dataset, config
+from huggingface_hub.constants import HF_HUB_CACHE
+from huggingface_hub.file_download import repo_folder_name
+from huggingface_hub.repocard import REGEX_YAML_BLOCK
+
+from ..plain_yaml import load_yaml
+
+READERS = ("imagefolder", "parquet", "arrow", "csv", "json", "webdataset", "cache")  # of `datasets`
+SETTINGS = ("config_name", "data_dir", "data_files", "default", "description", "version", "drop_labels")
+SETTINGS += ("drop_metadata", "sep", "delimiter")  # what a README may tell the reader
+REMEDY = "remove it, or permit it with `allow_outside: true` in a recipe, `--allow-outside` for a command"
+
+
+def check_folder(folder: Path) -> None:
+    """Refuse a folder with links that lead out of it, or whose README or index does."""
+    roots = own_roots(folder)
+    for entry in _entries(folder):
+        if entry.is_symlink():
+            if not _within(os.path.realpath(entry.path), roots):
+                raise ValueError(f"{entry.path} is a link that leads out of {folder}: {REMEDY}.")
+        elif not entry.is_file() and not entry.is_dir():
+            raise ValueError(f"{entry.path} is neither a file nor a folder: remove it.")
+        elif entry.name in ("dataset_dict.json", "state.json"):
+            _check_names(Path(entry.path))
+    for path in (folder / config.REPOCARD_FILENAME, folder / config.REPOYAML_FILENAME):
+        if path.is_file():
+            _check_readme(path)
+
+
+def own_roots(folder: Path) -> list[str]:
+    """Where the files of a folder may lie; those of a snapshot of the Hub are links to its blobs."""
+    root = Path(os.path.realpath(folder))
+    blobs = [root.parent.parent / "blobs"] if root.parent.name == "snapshots" else []
+    return [str(place) for place in (root, *blobs)]
+
+
+def hub_roots(repo: str) -> list[str]:
+    """Where `datasets` puts the files of a dataset from the Hub."""
+    own = Path(HF_HUB_CACHE) / repo_folder_name(repo_id=repo, repo_type="dataset")
+    return [os.path.realpath(place) for place in (own, config.DOWNLOADED_DATASETS_PATH)]
+
+
+def check_builder(builder: Any, dataset: str, roots: list[str] | None) -> None:
+    """Refuse a reader that is not known, and data files of another place.
+
+    Args:
+        builder: What `load_dataset_builder` gives.
+        dataset: Folder or Hub id.
+        roots: Of a folder; None for a dataset on the Hub.
+    """
+    reader = type(builder).__module__.rpartition(".")[2]
+    if reader not in READERS:
+        raise ValueError(f"it would be read as {reader}; only {', '.join(READERS[:-1])} are")
+    for file in (file for files in (builder.config.data_files or {}).values() for file in map(str, files)):
+        if not (file.startswith(f"hf://datasets/{dataset}@") if roots is None else _within(file, roots)):
+            raise ValueError(f"its README points to {file}, outside of it: {REMEDY}")
+
+
+def check_images(split: Dataset, roots: list[str], dataset: str) -> None:
+    """Refuse rows whose image is a path that leads out of the dataset.
+
+    Args:
+        split: One split with the column `image`.
+        roots: Where its files may lie.
+        dataset: For the message.
+    """
+    seen: dict[str, bool] = {}  # folders
+    for chunk in split.data.column("image").chunks:
+        stored = pc.is_null(pc.struct_field(chunk, "bytes"))
+        for path in pc.struct_field(chunk, "path").filter(stored).drop_null().to_pylist():
+            folder, name = os.path.split(path)
+            if folder not in seen:
+                seen[folder] = "://" not in path and _within(os.path.realpath(folder), roots)
+            link = os.path.islink(path) and not _within(os.path.realpath(path), roots)
+            if not seen[folder] or link or name == "..":
+                raise ValueError(f"dataset {dataset!r} names the image {path[:300]!r}, outside of it: {REMEDY}.")
+
+
+def _entries(folder: Path | str) -> Iterator[os.DirEntry]:
+    for entry in os.scandir(folder):
+        yield entry
+        if entry.is_dir(follow_symlinks=False):
+            yield from _entries(entry.path)
+
+
+def _within(path: str, roots: Iterable[str]) -> bool:
+    return any(os.path.commonpath([path, root]) == root for root in roots if os.path.isabs(path))
+
+
+def _check_names(path: Path) -> None:
+    """Refuse an index, written by `save_to_disk`, that names splits or files of another folder."""
+    try:
+        content = json.loads(path.read_text(encoding="utf-8"))
+    except (ValueError, RecursionError) as error:
+        raise ValueError(f"{path} is not valid JSON ({error}); write it anew with `save_to_disk`.") from None
+    if not isinstance(content, dict):
+        return  # not of `save_to_disk`
+    files = [content.get(key) or [] for key in ("_data_files", "_indices_files")]
+    names = [file.get("filename") if isinstance(file, dict) else file for group in files for file in group]
+    for name in [*names, *(content.get("splits") or [])]:
+        if not isinstance(name, str) or name in ("", ".", "..") or set(name) & set("/\\:"):
+            raise ValueError(f"{path} names {str(name)[:300]!r}, which is no file beside it: {REMEDY}.")
+
+
+def _check_readme(path: Path) -> None:
+    """Refuse settings for `datasets` that are not known, and files that are not below the folder."""
+    try:
+        with path.open(encoding="utf-8", newline="") as file:
+            text = file.read()
+        if path.suffix == ".md":
+            block = REGEX_YAML_BLOCK.search(text)
+            text = block[2] if block else ""
+        content = load_yaml(text) or {}
+    except ValueError as error:
+        raise ValueError(f"the YAML of {path} cannot be read ({error}): mend or remove it.") from None
+    configs = content.get("configs") if isinstance(content, dict) else None
+    for settings in configs if isinstance(configs, list) else []:
+        for name, value in settings.items() if isinstance(settings, dict) else ():
+            if name not in SETTINGS:
+                raise ValueError(f"{path} sets {str(name)[:100]!r} for its reader, which is not known: {REMEDY}.")
+            for place in _texts(value) if name in ("data_dir", "data_files") else ():
+                if place.startswith(("/", "~")) or ".." in place.split("/") or set(place) & set(":\\"):
+                    raise ValueError(f"{path} points to {place[:300]!r}, outside of its folder: {REMEDY}.")
+
+
+def _texts(value: Any) -> Iterator[str]:
+    """All text in nested lists and mappings."""
+    if isinstance(value, list | dict):
+        for item in value.values() if isinstance(value, dict) else value:
+            yield from _texts(item)
+    elif value is not None:
+        yield str(value)

@@ -1,0 +1,63 @@
+"""YAML that holds plain values and nothing else: recipes, and what a dataset's README says of itself."""
+
+from typing import Any
+
+import yaml
+
+MOST_CHARACTERS = 1_000_000
+TAG = "tag:yaml.org,2002:"
+PLAIN = {None, *(TAG + name for name in ("null", "bool", "int", "float", "str", "seq", "map"))}  # None refuses others
+
+
+class _Loader(yaml.SafeLoader):
+    """Text, numbers, lists and mappings; dates stay text.
+
+    Refused are tags of objects, aliases, which let a few lines stand for more values than any memory holds, and a key
+    that occurs twice: which of the two was meant cannot be known.
+    """
+
+    yaml_constructors = {tag: make for tag, make in yaml.SafeLoader.yaml_constructors.items() if tag in PLAIN}  # noqa: RUF012
+
+    def compose_node(self, parent: yaml.Node | None, index: Any) -> yaml.Node | None:
+        if self.check_event(yaml.AliasEvent):
+            event = self.peek_event()
+            raise yaml.composer.ComposerError(
+                None, None, f"the alias *{event.anchor} is not followed; write the value out", event.start_mark
+            )
+        return super().compose_node(parent, index)
+
+    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict:
+        seen = set()
+        for key, _ in node.value:
+            if isinstance(key, yaml.ScalarNode) and key.tag != f"{TAG}merge":
+                if key.value in seen:
+                    raise yaml.constructor.ConstructorError(
+                        None, None, f"the key {key.value!r} occurs twice; keep one of them", key.start_mark
+                    )
+                seen.add(key.value)
+        return super().construct_mapping(node, deep)
+
+    def construct_date(self, node: yaml.ScalarNode) -> str:
+        self.construct_yaml_timestamp(node)  # refuses one that does not exist
+        return node.value
+
+
+_Loader.add_constructor(f"{TAG}timestamp", _Loader.construct_date)
+
+
+def load_yaml(text: str) -> Any:
+    """The values that a text holds.
+
+    Example:
+        >>> load_yaml("{k: 3, calibrate_k: [1, 2]}")
+        {'k': 3, 'calibrate_k': [1, 2]}
+        >>> load_yaml("[&x [1], *x]")  # doctest: +ELLIPSIS
+        Traceback (most recent call last):
+        ValueError: the alias *x is not followed; write the value out in "<unicode string>", line 1, column 10: ...
+    """
+    if len(text) > MOST_CHARACTERS:
+        raise ValueError(f"it has {len(text)} characters, and {MOST_CHARACTERS} are the most that is read")
+    try:
+        return yaml.load(text, _Loader)
+    except (yaml.YAMLError, ValueError, RecursionError) as error:  # ValueError: an impossible date or number
+        raise ValueError(" ".join(str(error).split())) from None
