@@ -88,6 +88,29 @@ def test_calibrate_in_place_keeps_the_rest_of_the_config(classifier, image_folde
     assert type(load_classifier(str(folder))) is type(load_classifier(str(classifier)))
 
 
+def test_calibrate_in_place_replaces_the_whole_calibration(make_model, splits, image_folder, tmp_path):
+    """Nothing of an older calibration stays, and nothing of the new one is lost."""
+    sizes = ("1", "2", "2.5")
+    model = make_model(head="auto")
+    calibrate(model, splits["validation"], k=map(float, sizes), dataset_name=image_folder.name)
+    wanted = {name: getattr(model.config, name) for name in ("heads", "head_thresholds", "coverage", "calibration")}
+    other = {"ml": "sccp", "sccp": "mean", "mean": "ml"}
+    stale = dict.fromkeys(sizes, 0.5)
+    model.config.set_calibration(
+        {float(k): 0.5 for k in sizes},
+        {"num_examples": 1},
+        heads={float(k): other[head] for k, head in wanted["heads"].items()},
+        head_thresholds=dict.fromkeys(other, {float(k): 0.5 for k in sizes}),
+        coverage={"lac": {"0.5": 0.5}},
+    )
+    assert model.config.thresholds == stale and set(model.config.heads) == set(sizes) == set(wanted["heads"])
+    model.save_pretrained(tmp_path / "model")
+    assert main(["calibrate", str(tmp_path / "model"), str(image_folder), "--k", *sizes]) == 0
+    written = json.loads((tmp_path / "model" / "config.json").read_text())
+    assert {name: written[name] for name in wanted} == wanted
+    assert written["thresholds"] == {k: wanted["head_thresholds"][head][k] for k, head in wanted["heads"].items()}
+
+
 def test_python_twin_and_refusals(classifier, splits):
     model = load_classifier(str(classifier))
     with pytest.raises(ValueError, match="no thresholds"):
@@ -119,6 +142,10 @@ def test_classes_are_matched_by_name(tmp_path, splits):
     assert list(test["label"]) == [0, 0, 1, 1, 1]
     aligned = align_labels(test, config)
     assert list(aligned["label"]) == [1, 1, 5, 5, 5] and aligned.features["label"].names == CLASSES
+    permuted = ViTConfig(id2label=dict(enumerate(reversed(CLASSES))))  # as many classes, in another order
+    aligned = align_labels(splits["test"], permuted)
+    assert list(aligned["label"]) == [5 - label for label in splits["test"]["label"]]
+    assert aligned.features["label"].names == CLASSES[::-1]
     assert align_labels(splits["test"], config) is splits["test"]
     with pytest.raises(ValueError, match=r"2 classes that the model does not know, e.g. 'beech'"):
         align_labels(test, ViTConfig(id2label={0: "pine", 1: "palm", 2: "yew"}))

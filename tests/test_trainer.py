@@ -139,6 +139,30 @@ def test_best_checkpoint_keeps_its_own_threshold(make_trainer):
     assert trainer.evaluate()["eval_lambda_val"] == pytest.approx(saved.thresholds["2"], rel=1e-6)
 
 
+class Forgetter(TrainerCallback):
+    """Clears the calibration after the last checkpoint, so that what is there later comes from one."""
+
+    def on_save(self, args, state, control, model, **kwargs):
+        if state.global_step == state.max_steps:
+            model.config.clear_calibration()
+
+
+def test_a_checkpoint_brings_back_its_whole_calibration(make_trainer, make_model):
+    """Into the model that trained, as the best one, and into a new one that goes on from it."""
+    options = {"max_steps": 1, "eval_strategy": "steps", "save_strategy": "steps", "eval_steps": 1, "save_steps": 1}
+    options |= {"calibrate_coverage": [0.5, 0.9], "calibrate_per_class": True}
+    trainer = make_trainer(model=make_model(head="auto"), callbacks=[Forgetter()], **options)
+    trainer.train()
+    checkpoint = trainer.state.best_model_checkpoint
+    again = make_trainer(model=make_model(head="auto"), **{**options, "load_best_model_at_end": False})
+    again.train(resume_from_checkpoint=checkpoint)  # which had ended
+    saved = json.loads((Path(checkpoint) / "config.json").read_text())
+    for name in ("thresholds", "heads", "head_thresholds", "coverage", "calibration"):
+        assert saved[name], name
+        assert getattr(trainer.model.config, name) == getattr(again.model.config, name) == saved[name], name
+    assert {"lac", "aps", "raps", "per_class"} <= set(saved["coverage"])
+
+
 def test_thresholds_are_dropped_when_the_weights_change(make_trainer):
     trainer = make_trainer(eval_strategy="no", save_strategy="no", load_best_model_at_end=False, max_steps=1)
     trainer.evaluate()
