@@ -100,7 +100,7 @@ def test_calibrate_in_place_replaces_the_whole_calibration(make_model, splits, i
         {float(k): 0.5 for k in sizes},
         {"num_examples": 1},
         heads={float(k): other[head] for k, head in wanted["heads"].items()},
-        head_thresholds=dict.fromkeys(other, {float(k): 0.5 for k in sizes}),
+        head_thresholds={head: {float(k): 0.5 for k in sizes} for head in other},
         coverage={"lac": {"0.5": 0.5}},
     )
     assert model.config.thresholds == stale and set(model.config.heads) == set(sizes) == set(wanted["heads"])
