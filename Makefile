@@ -2,7 +2,7 @@ VENV ?= .venv
 PYTHON ?= python3
 PY := "$(VENV)/bin/python"
 
-.PHONY: demo test lint bench docs browser clean
+.PHONY: demo test lint bench mutants docs browser clean
 
 demo: $(VENV)/installed
 	$(PY) -m avgk_hf.cli demo
@@ -16,6 +16,9 @@ lint: $(VENV)/installed
 
 bench: $(VENV)/installed
 	$(PY) -m benchmarks
+
+mutants: $(VENV)/installed
+	$(PY) tests/mutation.py
 
 docs: $(VENV)/installed
 	NO_MKDOCS_2_WARNING=1 $(PY) -m mkdocs build --strict --site-dir runs/site

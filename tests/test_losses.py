@@ -12,7 +12,7 @@ import torch.nn.functional as F
 
 from avgk_hf import AvgKOutput
 from avgk_hf.losses import LOSSES, make_loss
-from avgk_hf.losses.avgk import choose_candidates, largest
+from avgk_hf.losses.avgk import choose_among_all, choose_candidates, largest
 from avgk_hf.losses.labels import check_labels, check_weight
 
 
@@ -228,9 +228,32 @@ def test_role_without_index_is_epr():
     logits = torch.randn(4, 6)
     with torch.no_grad():
         value = make("role", role_lambda=0.2)(AvgKOutput(logits=logits), BATCH)
+        assert make("role", role_lambda=0.2)(AvgKOutput(logits=logits), BATCH, torch.arange(4)) == value
     assert value.item() == pytest.approx(naive_epr(logits, BATCH, 2, 0.2).item(), rel=1e-5)
-    with pytest.raises(ValueError, match=r"an index lies outside \[0, 5\)"):
-        make("role")(AvgKOutput(logits=logits), BATCH, torch.tensor([0, 1, 2, 5]))
+    assert make("role", role_lambda=0.2)(AvgKOutput(logits=logits), BATCH) == value
+    for wrong in (5, -1):
+        with pytest.raises(ValueError, match=r"an index lies outside \[0, 5\)"):
+            make("role")(AvgKOutput(logits=logits), BATCH, torch.tensor([0, 1, 2, wrong]))
+
+
+@pytest.mark.parametrize("name", LOSSES)
+def test_double_precision_stays(name):
+    logits = torch.randn(4, 6, dtype=torch.float64)
+    value = make(name)(AvgKOutput(logits=logits, sccp_logits=logits), BATCH, torch.arange(4))
+    assert value.dtype == torch.float64
+
+
+@pytest.mark.parametrize("name", LOSSES)
+def test_everything_is_made_on_the_device_of_the_logits(name):
+    """The meta device computes nothing, and refuses what lies on another, as an accelerator does."""
+    with torch.device("meta"):
+        loss, logits = make(name), torch.zeros(4, 6, requires_grad=True)
+        labels, index = torch.zeros(4, dtype=torch.int64), torch.zeros(4, dtype=torch.int64)
+    value = loss(AvgKOutput(logits=logits, sccp_logits=logits), labels, index)
+    value.backward()
+    assert value.device.type == logits.grad.device.type == "meta"
+    if name == "avgk":
+        assert choose_among_all(logits.detach()[0], 2).device.type == "meta"
 
 
 @pytest.mark.parametrize("k", [1, 3, 5])
@@ -463,11 +486,13 @@ def test_a_weight_is_a_finite_number_from_zero():
             check_weight("alpha", value)
 
 
-def test_a_class_alone():
-    """L = 1: no negatives, and nothing is divided by 0."""
-    outputs = AvgKOutput(logits=torch.tensor([[0.5], [-1.0]]))
-    value = LOSSES["an"]()(outputs, torch.tensor([0, 0]))
-    assert value.item() == pytest.approx((math.log1p(math.exp(-0.5)) + math.log1p(math.exp(1))) / 2, rel=1e-6)
+@pytest.mark.parametrize("num_labels", [1, 2, 3])
+def test_few_classes(num_labels):
+    """With one there are no negatives, and nothing is divided by 0."""
+    logits = torch.tensor([[0.5, 2.0, -0.3], [-1.0, 0.1, 0.7]])[:, :num_labels]
+    positive, negative = math.log1p(math.exp(-0.5)) + math.log1p(math.exp(1)), F.softplus(logits[:, 1:]).sum().item()
+    value = LOSSES["an"]()(AvgKOutput(logits=logits), torch.tensor([0, 0]))
+    assert value.item() == pytest.approx((positive + negative / max(num_labels - 1, 1)) / 2, rel=1e-6)
 
 
 def test_backward_twice_with_retained_graph():
