@@ -48,7 +48,7 @@ GROUPS = {
         ],
     ),
     "conformal": (["avgk_hf/conformal.py"], [], ["tests/test_conformal.py", *QUICK]),
-    "statistics": (["avgk_hf/set_statistics.py"], [], ["tests/test_sets.py", "tests/test_metric.py", *QUICK]),
+    "statistics": (["avgk_hf/set_statistics.py"], [], ["tests/test_sets.py", "tests/test_conformal.py", *QUICK]),
     "configuration": (["avgk_hf/configuration.py"], [], ["tests/test_configuration.py"]),
     "carried": (
         CARRIER_FILES,

@@ -284,6 +284,25 @@ def test_topk_draws_new_noise_each_time():
     assert first != second and loss(outputs, BATCH) == first
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_topk_draws_noise_for_every_score_and_sample(dtype):
+    logits = torch.randn(4, 6, dtype=dtype)
+    torch.manual_seed(0)
+    value = make("topk")(AvgKOutput(logits=logits), BATCH)
+    torch.manual_seed(0)
+    assert value == make("topk")(AvgKOutput(logits=logits), BATCH, noise=torch.randn(4, 6, 5, dtype=dtype))
+    assert make("topk", epsilon=0.0)(AvgKOutput(logits=torch.zeros(4, 6)), BATCH) == 1
+    with pytest.raises(ValueError, match=r"k=6 must lie in \[1, 6\) for 6 classes"):
+        make("topk", k=6)(AvgKOutput(logits=logits), BATCH)
+
+
+def test_role_starts_with_estimates_on_both_sides_of_a_half():
+    estimates = LOSSES["role"](k=2, num_examples=100, num_labels=6).theta.sigmoid()
+    assert 0.4 - 1e-6 <= estimates.min() < 0.45 and 0.55 < estimates.max() <= 0.6 + 1e-6
+    with pytest.raises(ValueError, match=r"k=6 must be a number in \[1, 6\)"):
+        LOSSES["role"](k=6, num_examples=5, num_labels=6)
+
+
 @pytest.mark.parametrize("name", LOSSES)
 def test_gradcheck(name):
     loss = make(name, k=2.5, num_labels=5).double()

@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
 
-from avgk_hf.set_statistics import SetStatistics, class_means
+from avgk_hf.set_statistics import SetStatistics, class_means, curve_ks
 from avgk_hf.sets import (
     AverageKThreshold,
     all_scores,
@@ -204,6 +204,113 @@ def test_statistics_equal_a_naive_count():
     assert result["many_shot_accuracy"] == pytest.approx(np.mean([by_class[c] for c in (0, 1)]))
     assert result["medium_shot_accuracy"] == pytest.approx(np.mean([by_class[c] for c in (2, 3)]))
     assert result["few_shot_accuracy"] == pytest.approx(np.mean([by_class[c] for c in (4, 5, 6)]))
+
+
+def test_everything_in_one_pass_equals_loops():
+    """Batches at their positions, in any order: set sizes, questions, sums, ranks and the curve."""
+    generator = torch.Generator().manual_seed(2)
+    scores = torch.randint(0, 9, (40, 6), generator=generator).add(0.5).div(64)  # ties, which go to the lower class id
+    labels = torch.randint(0, 5, (40,), generator=generator)  # class 5 has no image
+    questions = {"0.9": lambda p: p >= 0.1, "per_class_0.9": lambda p: p == p.amax(1, keepdim=True)}
+    rows = list(zip(scores.tolist(), labels.tolist(), strict=True))
+    orders = [sorted(range(6), key=lambda j, row=row: (-row[j], j)) for row, _ in rows]
+    ranks = [order.index(y) for order, (_, y) in zip(orders, rows, strict=True)]
+
+    def filled(**kwargs):
+        stats = SetStatistics([2, 1], 40, mass=True, questions=questions, **kwargs)
+        for first in (24, 0, 8, 32, 16):
+            stats.update(scores[first : first + 8], labels[first : first + 8], first)
+        return stats
+
+    for stats in (filled(), filled(thresholds={1: 0.1, 2: 0.05})):
+        assert stats.num_labels == 6 and stats.labels.tolist() == labels.tolist()
+        assert stats.column("rank").tolist() == ranks
+        assert stats.column("true").tolist() == scores.gather(1, labels[:, None])[:, 0].tolist()
+        assert stats.column("best").tolist() == scores.amax(1).tolist()
+        sums = [
+            sum(row[j] for j in order[:r]) / sum(row) for (row, _), order, r in zip(rows, orders, ranks, strict=True)
+        ]
+        assert stats.column("mass").tolist() == pytest.approx(sums, rel=1e-12)
+        metrics = stats.coverage_metrics()
+        for name, sets_of in questions.items():
+            sets = sets_of(scores).tolist()
+            hits = [of_image[y] for of_image, (_, y) in zip(sets, rows, strict=True)]
+            by_class = [np.mean([h for h, (_, y) in zip(hits, rows, strict=True) if y == c]) for c in range(5)]
+            assert metrics[f"coverage_{name}"] == pytest.approx(np.mean(hits))
+            assert metrics[f"coverage_{name}_size"] == pytest.approx(np.mean([sum(of_image) for of_image in sets]))
+            assert stats.answers()[name]["worst_class"] == pytest.approx(min(by_class))
+            assert stats.answers()[name]["mean_class"] == pytest.approx(np.mean(by_class))
+        assert metrics["coverage_per_class_0.9_worst_class"] == stats.answers()["per_class_0.9"]["worst_class"]
+        assert metrics["coverage_per_class_0.9_mean_class"] == stats.answers()["per_class_0.9"]["mean_class"]
+        assert len(metrics) == 6
+    assert stats.set_sizes(1).tolist() == (scores >= 0.1).sum(1).tolist()
+    assert [result["mean_set_size"] for result in stats.compute().values()] == [
+        (scores >= 0.05).sum().item() / 40,
+        (scores >= 0.1).sum().item() / 40,
+    ]
+    stats = filled()
+    with pytest.raises(ValueError, match="set sizes per image are known only with given thresholds"):
+        stats.set_sizes(1)
+    assert [row[0] for row in stats.curve()] == [1, 1.1, 1.2, 1.35, 1.5, 1.75, 2]
+    for k, lambda_val, size, coverage, topk in stats.curve():
+        assert lambda_val == sorted_threshold(scores.numpy(), k)
+        sets = scores >= lambda_val
+        assert size == sets.sum().item() / 40
+        assert coverage == pytest.approx(np.mean([of_image[y] for of_image, (_, y) in zip(sets, rows, strict=True)]))
+        assert topk == pytest.approx(np.mean([rank < int(k) for rank in ranks]))
+    assert {type(value) for row in stats.curve() for value in row} == {float}
+    for k, result in stats.compute().items():
+        curve = next(row for row in stats.curve() if row[0] == k)
+        names = ("lambda_val", "mean_set_size", "average_k_accuracy", "topk_accuracy")
+        assert [k, *(result[name] for name in names)] == curve
+    record = stats.coverage([0.5, 0.9], per_class=True, k=2.4)
+    assert record["k_reg"] == 2 and record["class_counts"] == torch.bincount(labels, minlength=6).tolist()
+    assert record["aps"]["0.5"] == sorted(sums)[math.ceil(41 * 0.5) - 1]
+    assert set(SetStatistics.coverage(filled(thresholds={1: 0.1, 2: 0.05}), [0.5], False, 2)) >= {"lac", "aps", "raps"}
+    plain = SetStatistics([1], 40)
+    plain.update(scores, labels)
+    assert set(plain.coverage([0.5], False, 1)) == {"num_examples", "lac"}
+
+
+def test_statistics_refuse():
+    scores, labels = torch.rand(4, 3), torch.tensor([0, 1, 2, 0])
+    for arguments, message in (
+        ((scores, labels[:3]), r"labels of shape \(3,\) and type torch.int64 for 4 images: expected one class id"),
+        ((scores, labels.float()), "type torch.float32 for 4 images"),
+        ((scores, labels > 0), "type torch.bool for 4 images"),
+        ((scores, labels - 1), r"label -1 lies outside \[0, 3\)"),
+        ((scores, labels + 1), r"label 3 lies outside \[0, 3\)"),
+        ((scores, labels, 1), "more than the announced num_examples=4 images"),
+        ((torch.rand(5, 3), torch.zeros(5, dtype=torch.int64)), "more than the announced num_examples=4 images"),
+    ):
+        for thresholds in (None, {1: 0.5}):
+            with pytest.raises(ValueError, match=message):
+                SetStatistics([1], 4, thresholds).update(*arguments)
+    stats = SetStatistics([1], 4, {1: 0.5})
+    with pytest.raises(ValueError, match="no images were evaluated"):
+        stats.compute()
+    stats.update(scores[:2], labels[:2])
+    with pytest.raises(ValueError, match="scores for 2 classes after scores for 3"):
+        stats.update(scores[:2, :2], labels[:2])
+    with pytest.raises(ValueError, match="NaN among the scores of images 2 to 3: NaN is in no set"):
+        stats.update(torch.full((2, 3), math.nan), labels[:2])
+    stats.update(scores[2:].double().requires_grad_(), labels[2:].to(torch.uint8))
+    assert stats.labels.tolist() == labels.tolist() and stats.num_seen == 4
+    for thresholds in ({}, {1: None}, {1: math.nan}, {2: 0.5}):
+        with pytest.raises(ValueError, match=r"thresholds\[1\]=.* is not a number"):
+            SetStatistics([1], 4, thresholds)
+    with pytest.raises(ValueError, match=r"k=0 must be"):
+        SetStatistics([0], 4, {0: 0.5})
+    with pytest.raises(ValueError, match="train_counts has 2 values for 3 classes"):
+        class_means(np.ones(1), np.zeros(1, int), 3, np.array([1, 2]))
+
+
+def test_the_sizes_of_the_curve():
+    steps = [1, 1.1, 1.2, 1.35, 1.5, 1.75, 2, 2.5, 3, 4, 5, 6, 8]
+    assert curve_ks(1) == [1] and curve_ks(1.05) == [1, 1.05]
+    assert curve_ks(9.5) == [*steps, 9.5] and curve_ks(10) == [*steps, 10]
+    assert curve_ks(130) == [*steps, *(10 * step for step in steps), 100, 110, 120, 130]
+    assert {type(k) for k in curve_ks(20)} == {float}
 
 
 def test_shot_borders():
