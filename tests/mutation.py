@@ -1,7 +1,7 @@
 """Small faults are put into the code one by one, and the tests have to see each of them: `make mutants`.
 
-`python tests/mutation.py losses sets` takes these groups only, and `--table` prints what is known already. Each group
-has a folder in runs/mutants; `cd runs/mutants/sets && mutmut show MUTANT` prints a fault.
+`python tests/mutation.py losses sets` takes these groups only, `--again` those mutants that survived before, and
+`--table` prints what is known. `cd runs/mutants/sets && mutmut show MUTANT` prints one of the faults.
 
 What an error says is not mutated, only whether there is one: texts are asserted by tests of their own, as patterns.
 Decorated functions are not either, because mutmut leaves them alone.
@@ -13,12 +13,12 @@ import os
 import shutil
 import subprocess
 import sys
-from collections import Counter
 from pathlib import Path
 
 from hypothesis import Phase, settings
 
 ROOT = Path(__file__).resolve().parent.parent
+FOLDER = ROOT / "runs" / "mutants"
 TRAINER, MODEL = "avgk_hf.trainer.xǁAvgKTrainerǁ", "avgk_hf.modeling.xǁAvgKForImageClassificationǁ"
 CARRIERS = {  # the functions that store, load, keep or drop a calibration, or match classes
     TRAINER: "_store_calibration _calibration_record _load_calibration _load_best_model _load_from_checkpoint"
@@ -77,9 +77,9 @@ def pytest_collection_modifyitems(items):
 
 
 def run(group: str) -> None:
-    """Test the mutants of one group."""
+    """Make the mutants of one group, and test them."""
     files, functions, tests = GROUPS[group]
-    folder = ROOT / "runs" / "mutants" / group
+    folder = FOLDER / group
     shutil.rmtree(folder, ignore_errors=True)
     folder.mkdir(parents=True)
     for name in ("avgk_hf", "tests"):
@@ -96,32 +96,47 @@ def run(group: str) -> None:
     lines = [f"{name} = {json.dumps(value)}" for name, value in options.items()]
     project = (ROOT / "pyproject.toml").read_text()
     (folder / "pyproject.toml").write_text("\n".join([project, "[tool.mutmut]", *lines, ""]))
-    command = [Path(sys.executable).with_name("mutmut"), "run", "--max-children", "1", *functions]
-    subprocess.run(command, cwd=folder, env={**os.environ, "PYTHONPATH": str(ROOT / "tests")}, check=True)
+    mutmut(group, functions)
+
+
+def mutmut(group: str, names: list[str]) -> None:
+    """Test the mutants of these names, or all."""
+    command = [Path(sys.executable).with_name("mutmut"), "run", "--max-children", "1", *names]
+    subprocess.run(command, cwd=FOLDER / group, env={**os.environ, "PYTHONPATH": str(ROOT / "tests")}, check=True)
+
+
+def results(group: str) -> dict[str, dict[str, bool]]:
+    """Whether each mutant that was tested survived, by file."""
+    found = {}
+    for path in sorted((FOLDER / group / "mutants").rglob("*.py.meta")):
+        codes = json.loads(path.read_text())["exit_code_by_key"]
+        name = str(path.relative_to(FOLDER / group / "mutants").with_suffix(""))
+        found[name] = {mutant: code not in KILLED for mutant, code in codes.items() if code is not None}
+    return {name: mutants for name, mutants in found.items() if mutants}
+
+
+def survivors(group: str) -> list[str]:
+    """The names of those that survived."""
+    return [mutant for mutants in results(group).values() for mutant, survived in mutants.items() if survived]
 
 
 def table(groups: list[str]) -> None:
     """Print the mutants that survived, and how many were made, killed and survived, by file."""
     counts = {}
     for group in groups:
-        folder = ROOT / "runs" / "mutants" / group / "mutants"
-        for path in sorted(folder.rglob("*.py.meta")):
-            found = json.loads(path.read_text())["exit_code_by_key"]
-            survived = [name for name, code in found.items() if code is not None and code not in KILLED]
-            total = sum(code is not None for code in found.values())
-            if total:
-                print(*survived, sep="\n")
-                name = str(path.relative_to(folder).with_suffix(""))
-                counts[name] = Counter(made=total, survived=len(survived), killed=total - len(survived))
-    counts["all"] = sum(counts.values(), Counter())
+        print("", *survivors(group), sep="\n")
+        counts |= {name: (len(mutants), sum(mutants.values())) for name, mutants in results(group).items()}
+    counts["all"] = tuple(map(sum, zip(*counts.values(), strict=True)))
     print("\n| file | mutants | killed | survived |\n|---|---|---|---|")
-    for name, found in counts.items():
-        share = 100 * found["killed"] / max(found["made"], 1)
-        print(f"| {name} | {found['made']} | {found['killed']} ({share:.1f}%) | {found['survived']} |")
+    for name, (made, survived) in counts.items():
+        print(f"| {name} | {made} | {made - survived} ({100 * (1 - survived / made):.1f}%) | {survived} |")
 
 
 if __name__ == "__main__":
-    asked = [group for group in sys.argv[1:] if group != "--table"] or list(GROUPS)
-    for group in asked if "--table" not in sys.argv else ():
-        run(group)
+    asked = [name for name in sys.argv[1:] if not name.startswith("--")] or list(GROUPS)
+    for group in asked:
+        if "--again" in sys.argv:
+            mutmut(group, survivors(group))
+        elif "--table" not in sys.argv:
+            run(group)
     table(asked)
