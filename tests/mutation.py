@@ -126,10 +126,10 @@ def table(groups: list[str]) -> None:
     for group in groups:
         print("", *survivors(group), sep="\n")
         counts |= {name: (len(mutants), sum(mutants.values())) for name, mutants in results(group).items()}
-    counts["all"] = tuple(map(sum, zip(*counts.values(), strict=True)))
+    counts["all"] = [sum(column) for column in zip((0, 0), *counts.values(), strict=True)]
     print("\n| file | mutants | killed | survived |\n|---|---|---|---|")
     for name, (made, survived) in counts.items():
-        print(f"| {name} | {made} | {made - survived} ({100 * (1 - survived / made):.1f}%) | {survived} |")
+        print(f"| {name} | {made} | {made - survived} ({100 * (made - survived) / max(made, 1):.1f}%) | {survived} |")
 
 
 if __name__ == "__main__":

@@ -504,6 +504,15 @@ def test_labels_of_another_type_are_refused():
     check_labels(torch.tensor([0, 5, 2]), logits)
 
 
+def test_labels_are_checked_without_waiting(monkeypatch):
+    """What is compiled, or runs on an accelerator, asserts the range asynchronously."""
+    monkeypatch.setattr("torch.compiler.is_compiling", lambda: True)
+    check_labels(torch.tensor([0, 5, 2]), torch.zeros(3, 6))
+    for wrong in (-1, 6):
+        with pytest.raises(RuntimeError, match=r"a label lies outside \[0, 6\), the 6 classes of the model"):
+            check_labels(torch.tensor([0, wrong, 2]), torch.zeros(3, 6))
+
+
 def test_a_weight_is_a_finite_number_from_zero():
     assert [check_weight("alpha", value) for value in (0, 0.5, 1e30)] == [0, 0.5, 1e30]
     for value in (-1e-9, math.inf, math.nan, "1", True, None):
