@@ -467,7 +467,7 @@ def test_parts_of_a_stream_merge_in_any_order(values, off_the_cpu, monkeypatch):
     assert sorted(parts[1].survivors().tolist()) == sorted(scores[30:34].flatten().tolist())
     assert len(parts[0].survivors()) <= len(parts[0]._held) == 2 * (2 * 60 + 1)
     for total in totals:
-        assert isinstance(total._held, torch.Tensor) == off_the_cpu
+        assert isinstance(total._held, torch.Tensor) == off_the_cpu and len(total._held) == 2 * (2 * 60 + 1)
         assert (total.num_seen, total.num_labels) == (60, 9)
         assert {type(number) for number in (total.num_seen, total.num_labels, total._num_ties)} == {int}
         assert total.compute() == expected
@@ -522,6 +522,10 @@ def test_ranks_against_loops():
         assert mass[i].tolist() == pytest.approx([sum(row[j] for j in expected[:n]) / sum(row) for n in range(6)])
         assert ranked_sets(scores, sets)[i] == [j for j in expected if sets[i, j]]
     assert ranked_mass(scores[0])[1].tolist() == mass[0].tolist()
+    equal, inside = torch.full((2, 3000), 0.5), torch.ones(2, 3000, dtype=torch.bool)  # enough to disturb other sorts
+    assert ranked_sets(equal, inside) == ranked_mass(equal)[0].tolist() == [list(range(3000))] * 2
+    assert within_bounds(equal, inside, 0, 1700).int().argmin(1).tolist() == [1700, 1700]
+    assert within_bounds(equal, ~inside, 1700).int().argmin(1).tolist() == [1700, 1700]
     assert ranked_sets(torch.tensor([[-math.inf, -1.0]]), torch.tensor([[True, True]])) == [[1, 0]]
 
 
@@ -578,10 +582,25 @@ def test_stored_thresholds_of_any_config():
         (SimpleNamespace(num_labels=9, thresholds={}), 2, "this model has no thresholds"),
         (plain, 9, r"k=9 must be a number in \[1, 9\)"),
         (plain, 5, r"no threshold is stored for k=5; .* for k in 1, 2, 4, and .* in \[1, 4\], .*--k 5`"),
-        (SimpleNamespace(num_labels=9, thresholds={"2": 1.5}), 2, "is no probability"),
+        (SimpleNamespace(num_labels=9, thresholds={"2": 1.5}), 2, "is no probability, and score='softmax' gives"),
+        (SimpleNamespace(num_labels=9, thresholds={"2": 0.5, "12": 0.1}), 2, r"config\.thresholds has the key '12'"),
     ):
         with pytest.raises(ValueError, match=message):
             stored_threshold(config, k)
+
+
+def test_a_curve_is_checked_as_the_thresholds_are():
+    plain = {"num_labels": 9, "thresholds": {"1": 0.4, "4": 0.1}}
+    for row, message in (
+        ([2, -1.0], r"config\.calibration\['curve'\]\['2'\]=-1\.0 is no probability, and score='softmax' gives"),
+        ([12, 0.01], r"config\.calibration\['curve'\] has the key '12': k=12\.0 must be a number in \[1, 9\)"),
+        ([2], r"config\.calibration\['curve'\] is damaged"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            stored_threshold(SimpleNamespace(**plain, calibration={"curve": [row]}), 2)
+    logit = SimpleNamespace(num_labels=9, thresholds={"1": 3, "4": -3}, score="logit")
+    logit.calibration = {"curve": [[2, -1.75, 2, 1, 1]]}
+    assert stored_threshold(logit, 2) == -1.75
 
 
 def test_whose_thresholds_they_are():
