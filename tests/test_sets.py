@@ -611,6 +611,8 @@ def test_whose_thresholds_they_are():
     assert [stored_threshold(chosen, k) for k in (None, 1, 2, 4)] == [0.2, 0.5, 0.2, 0.1]
     chosen.head_thresholds = {"sccp": {"1": 0.6, "4": 0.05}, "mean": {"1": 0.55}}
     assert [stored_head(chosen, k) for k in (None, 1, 1.5, 2, 3, 4)] == ["sccp", "ml", "ml", "sccp", "sccp", "ml"]
+    with pytest.raises(ValueError, match="no threshold is stored for k=7"):
+        stored_head(chosen, 7)
     t = math.log(3 / 2) / math.log(4 / 2)
     assert stored_threshold(chosen, 3) == pytest.approx(0.2 ** (1 - t) * 0.05**t)
     assert head_threshold(chosen, "mean", 1) == 0.55 and head_threshold(chosen, "sccp", 1) == 0.6
