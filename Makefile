@@ -3,7 +3,7 @@ PYTHON ?= python3
 PY := "$(VENV)/bin/python"
 PYTEST := $(PY) -m pytest --numprocesses 2 --dist loadfile --no-loadscope-reorder
 
-.PHONY: demo test test-portable lint bench docs browser clean
+.PHONY: demo test test-portable lint bench mutants docs browser clean
 
 demo: $(VENV)/installed
 	$(PY) -m avgk_hf.cli demo
@@ -21,6 +21,9 @@ lint: $(VENV)/installed
 
 bench: $(VENV)/installed
 	$(PY) -m benchmarks
+
+mutants: $(VENV)/installed
+	$(PY) tests/mutation.py
 
 docs: $(VENV)/installed
 	NO_MKDOCS_2_WARNING=1 $(PY) -m mkdocs build --strict --site-dir runs/site

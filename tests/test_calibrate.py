@@ -1,5 +1,6 @@
 """Any existing classifier becomes a set-valued one: calibrated, not trained."""
 
+import datetime
 import json
 
 import pytest
@@ -14,10 +15,12 @@ from transformers import (
     pipeline,
 )
 
-from avgk_hf import load_splits
+from avgk_hf import SetSizeMonitor, load_splits
 from avgk_hf.calibrate import calibrate, evaluate, load_classifier, model_scores, transform_for
 from avgk_hf.cli import main
+from avgk_hf.conformal import answer
 from avgk_hf.data import align_labels
+from avgk_hf.set_statistics import SetStatistics
 from avgk_hf.sets import average_k_threshold, predict_sets
 from conftest import CLASSES, save_vit, write_images
 
@@ -88,6 +91,80 @@ def test_calibrate_in_place_keeps_the_rest_of_the_config(classifier, image_folde
     assert type(load_classifier(str(folder))) is type(load_classifier(str(classifier)))
 
 
+def test_calibrate_in_place_replaces_the_whole_calibration(make_model, splits, image_folder, tmp_path):
+    """Nothing of an older calibration stays, and nothing of the new one is lost."""
+    sizes = ("1", "2", "2.5")
+    model = make_model(head="auto")
+    calibrate(model, splits["validation"], k=map(float, sizes), dataset_name=image_folder.name)
+    wanted = {name: getattr(model.config, name) for name in ("heads", "head_thresholds", "coverage", "calibration")}
+    other = {"ml": "sccp", "sccp": "mean", "mean": "ml"}
+    stale = dict.fromkeys(sizes, 0.5)
+    model.config.set_calibration(
+        {float(k): 0.5 for k in sizes},
+        {"num_examples": 1},
+        heads={float(k): other[head] for k, head in wanted["heads"].items()},
+        head_thresholds={head: {float(k): 0.5 for k in sizes} for head in other},
+        coverage={"lac": {"0.5": 0.5}},
+    )
+    assert model.config.thresholds == stale and set(model.config.heads) == set(sizes) == set(wanted["heads"])
+    model.config.note = "épicéa"
+    model.save_pretrained(tmp_path / "model")
+    names = {path.name for path in (tmp_path / "model").iterdir()}
+    assert main(["calibrate", str(tmp_path / "model"), str(image_folder), "--k", *sizes]) == 0
+    text = (tmp_path / "model" / "config.json").read_text(encoding="utf-8")
+    written = json.loads(text)
+    assert text == json.dumps(written, indent=2, sort_keys=True, ensure_ascii=False) + "\n" and "épicéa" in text
+    assert {path.name for path in (tmp_path / "model").iterdir()} == names
+    assert {name: written[name] for name in wanted} == wanted
+    assert written["thresholds"] == {k: wanted["head_thresholds"][head][k] for k, head in wanted["heads"].items()}
+
+
+def test_what_is_stored_for_a_classifier_of_another_class(splits, tmp_path):
+    """Everything that a set can be asked by, from one pass; evaluation changes none of it."""
+    torch.manual_seed(0)
+    save_vit(tmp_path / "vit")
+    model, validation = load_classifier(str(tmp_path / "vit")), splits["validation"]
+    levels = {"coverage": [0.8, 0.5], "per_class": True}
+    metrics = calibrate(model, validation, k=[3, 2.5], dataset_name="trees", batch_size=7, **levels)
+    config, transform = model.config, transform_for(model)
+    scores = model_scores(model, torch.stack([transform.image(row["image"]) for row in validation]))
+    stats = SetStatistics([3, 2.5], 30, mass=True)
+    stats.update(scores, torch.tensor(validation["label"]))
+    approximately = {"rel": 1e-5}  # batches of another size round differently
+    assert list(config.thresholds) == ["2.5", "3"] and config.score == "softmax"
+    for k, result in stats.compute().items():
+        assert config.thresholds[f"{k:g}"] == pytest.approx(result["lambda_val"], **approximately)
+        for name in set(result) - {"top1_accuracy", "lambda_val"}:
+            assert metrics[f"{name}@{k:g}"] == pytest.approx(result[name], **approximately)
+    assert metrics["top1_accuracy"] == result["top1_accuracy"] and "top1_accuracy@3" not in metrics
+    assert not any(name.startswith("coverage") for name in metrics)
+    record = stats.coverage([0.5, 0.8], True, k=2.5)
+    assert set(config.coverage) == set(record) and config.coverage["k_reg"] == record["k_reg"] == 2
+    assert config.coverage["class_counts"] == [5] * 6
+    for method in ("lac", "aps", "raps"):
+        assert config.coverage[method] == pytest.approx(record[method], **approximately)
+    assert set(config.coverage["per_class"]["0.8"]["own"]) == set(record["per_class"]["0.8"]["own"]) == set("012345")
+    curve = config.calibration.pop("curve")
+    assert [row[:2] for row in curve] == [pytest.approx(row[:2], **approximately) for row in stats.curve()]
+    today = datetime.datetime.now(datetime.timezone.utc).date().isoformat()
+    assert config.calibration == {"num_examples": 30, "dataset": "trees", "split": "validation", "date": today}
+    stored = config.to_dict()
+
+    monitor = SetSizeMonitor.from_config(config, 3)
+    found = evaluate(model, splits["test"], k=[3], monitor=monitor, **levels)
+    assert config.to_dict() == stored
+    assert found["lambda_val@3"] == config.thresholds["3"] and "average_k_accuracy@2.5" not in found
+    test = model_scores(model, torch.stack([transform.image(row["image"]) for row in splits["test"]]))
+    sets = answer(test, config, coverage=0.8, per_class=True)
+    assert found["coverage_per_class_0.8_size"] == pytest.approx(sets.sum().item() / 30, abs=0.1)
+    assert {"coverage_per_class_0.5", "coverage_per_class_0.8_worst_class"} <= set(
+        found
+    ) and "coverage_0.5" not in found
+    assert found["monitored_k"] == 3 and monitor.num_images == 30
+    alone = evaluate(model, splits["test"], k=[2.5], method="aps", coverage=[0.5])
+    assert "coverage_aps_0.5" in alone and "monitored_k" not in alone
+
+
 def test_python_twin_and_refusals(classifier, splits):
     model = load_classifier(str(classifier))
     with pytest.raises(ValueError, match="no thresholds"):
@@ -119,6 +196,10 @@ def test_classes_are_matched_by_name(tmp_path, splits):
     assert list(test["label"]) == [0, 0, 1, 1, 1]
     aligned = align_labels(test, config)
     assert list(aligned["label"]) == [1, 1, 5, 5, 5] and aligned.features["label"].names == CLASSES
+    permuted = ViTConfig(id2label=dict(enumerate(reversed(CLASSES))))  # as many classes, in another order
+    aligned = align_labels(splits["test"], permuted)
+    assert list(aligned["label"]) == [5 - label for label in splits["test"]["label"]]
+    assert aligned.features["label"].names == CLASSES[::-1]
     assert align_labels(splits["test"], config) is splits["test"]
     with pytest.raises(ValueError, match=r"2 classes that the model does not know, e.g. 'beech'"):
         align_labels(test, ViTConfig(id2label={0: "pine", 1: "palm", 2: "yew"}))

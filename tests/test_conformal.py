@@ -23,7 +23,21 @@ from transformers import pipeline
 from avgk_hf import AvgKConfig, AvgKForImageClassification, SetSizeMonitor, load_splits
 from avgk_hf.calibrate import evaluate, load_classifier, model_scores, transform_for, watch
 from avgk_hf.cli import main
-from avgk_hf.conformal import answer, check_request, coverage_record, enough_images, level_key, recorded_levels
+from avgk_hf.conformal import (
+    answer,
+    check_coverage,
+    check_level,
+    check_request,
+    conformal_quantile,
+    conformal_rank,
+    coverage_record,
+    describe,
+    enough_images,
+    level_key,
+    question_name,
+    recorded_levels,
+    stored_coverage,
+)
 from avgk_hf.export import export_onnx
 from avgk_hf.model_card import render_card
 from avgk_hf.set_statistics import SetStatistics, curve_ks
@@ -119,6 +133,163 @@ def test_the_rank_is_exact_where_floats_are_not():
     true = np.arange(1, 100, dtype=np.float32) / 100  # n = 99: the 99th largest for 0.99, the 90th for 0.9
     record = coverage_record(true, [0.9, 0.99, 0.995])
     assert record["lac"] == {"0.9": float(true[9]), "0.99": float(true[0])}
+
+
+def test_levels_ranks_and_names():
+    for level in (0.001, 0.5, 0.999):
+        assert check_level(level) == level and type(check_level(np.float64(level).item())) is float
+    for level in (0, 1, 1.5, -0.1, math.nan, "0.5", None, True):
+        with pytest.raises(ValueError, match=r"coverage=.* must be a number between 0 and 1"):
+            check_level(level)
+    with pytest.raises(ValueError, match="levels=2 must be"):
+        check_level(2, "levels")
+    for n in range(1, 60):
+        for level in (0.3, 0.5, 0.7, 0.9, 0.95):
+            rank = conformal_rank(level, n)
+            assert rank == math.ceil((n + 1) * Fraction(str(level)))
+            assert (enough_images(level) <= n) == (rank <= n)
+            values = np.random.default_rng(n).permutation(n).astype(np.float32)
+            if rank <= n:
+                assert (
+                    conformal_quantile(values, level) == rank - 1 and type(conformal_quantile(values, level)) is float
+                )
+            else:
+                takes = rf"coverage={level} cannot be calibrated on {n} image.*takes {enough_images(level)} at least"
+                with pytest.raises(ValueError, match=takes):
+                    conformal_quantile(values, level)
+    names = [
+        question_name(0.9),
+        question_name(0.9, "aps"),
+        question_name(0.9, "raps"),
+        question_name(0.95, "lac", True),
+    ]
+    assert names == ["0.9", "aps_0.9", "raps_0.9", "per_class_0.95"]
+
+
+def test_the_record_in_full():
+    """Every number of it, for images whose nonconformities are in order."""
+    true, ranks = np.arange(1, 11) / 16, np.array([5, 4, 4, 3, 3, 2, 2, 1, 1, 0])
+    mass, labels = 1 - np.arange(1, 11) / 16, np.array([0, 0, 0, 1, 1, 1, 1, 1, 2, 2])
+    record = coverage_record(true, [0.8, 0.5, 0.99, 0.8], mass, ranks, labels, 4, k_reg=2, penalty=0.5)
+    regularised = sorted(m + 0.5 * max(0, r + 1 - 2) for m, r in zip(mass, ranks, strict=True))
+    assert record == {
+        "num_examples": 10,
+        "lac": {"0.5": 5 / 16, "0.8": 2 / 16},  # the 6th and the 9th of 10 from above
+        "aps": {"0.5": 11 / 16, "0.8": 14 / 16},
+        "raps": {"0.5": regularised[5], "0.8": regularised[8]},
+        "k_reg": 2,
+        "penalty": 0.5,
+        "class_counts": [3, 5, 2, 0],
+        "per_class": {
+            "0.5": {"own": {"0": 2 / 16, "1": 6 / 16, "2": 9 / 16}, "pooled": 5 / 16, "pooled_from": "all"},
+            "0.8": {"own": {"1": 4 / 16}, "pooled": 1 / 16, "pooled_from": "rare"},
+        },
+    }
+    assert list(record["lac"]) == list(record["per_class"]) == ["0.5", "0.8"]
+    assert coverage_record(true, [0.5]) == {"num_examples": 10, "lac": {"0.5": 5 / 16}}
+    assert coverage_record(true, [0.99]) == coverage_record(true, []) == {}
+    default = coverage_record(true, [0.5], mass, ranks)
+    assert (default["k_reg"], default["penalty"]) == (1, 0.01)
+    assert describe(record) == {
+        "0.5": "lac, aps, raps, per class (1 of 4 with too few images share the threshold of all)",
+        "0.8": "lac, aps, raps, per class (3 of 4 with too few images share one threshold)",
+    }
+    part = {"own": {"0": 0.1, "1": 0.2}, "pooled": 0.1, "pooled_from": "all"}
+    assert describe({"lac": {"0.5": 0.1}, "class_counts": [3, 3], "per_class": {"0.5": part}}) == {
+        "0.5": "lac, per class"
+    }
+    assert describe({"lac": {"0.5": 0.1, "0.9": 0.1}, "aps": {"0.9": 1}}) == {"0.5": "lac", "0.9": "lac, aps"}
+    assert describe({}) == {}
+
+
+def test_whose_coverage_it_is():
+    """That of the level, method and head that are asked for; damage elsewhere in the record does not matter."""
+    part = {"own": {"0": 0.1, "2": 0.3}, "pooled": 0.2, "pooled_from": "rare"}
+    record = {"lac": {"0.95": 0.1, "0.9": 0.2}, "aps": {"0.9": 0.8}, "raps": {"0.9": 0.9}, "k_reg": 1, "penalty": 0.1}
+    record |= {"class_counts": [9, 0, 9], "per_class": {"0.9": part}}
+    config = SimpleNamespace(num_labels=3, coverage=record)
+    assert stored_coverage(config, 0.9) == 0.2 and stored_coverage(config, 0.95) == 0.1
+    assert [stored_coverage(config, 0.9, method) for method in METHODS] == [0.2, 0.8, 0.9]
+    assert stored_coverage(config, 0.9, per_class=True) == [0.1, 0.2, 0.3]
+    assert check_request(config, coverage=0.9, method="aps") == ("aps", 0.8)
+    assert check_request(config, coverage=0.9, per_class=True) == ("scores", [0.1, 0.2, 0.3])
+    assert recorded_levels(config) == [0.9, 0.95] and recorded_levels(config, "aps") == [0.9]
+    assert recorded_levels(config, per_class=True) == recorded_levels(config, "raps") == [0.9]
+    assert recorded_levels(SimpleNamespace(num_labels=3)) == recorded_levels(SimpleNamespace(coverage=[1])) == []
+    damaged = SimpleNamespace(num_labels=3, coverage={**record, "lac": {"0.95": 7, "0.9": 0.2}, "aps": {"0.9": "x"}})
+    assert stored_coverage(damaged, 0.9) == 0.2 and recorded_levels(damaged) == [0.9]
+    for method, level in (("lac", 0.95), ("aps", 0.9)):
+        with pytest.raises(ValueError, match=r"config\.coverage\["):
+            stored_coverage(damaged, level, method)
+    with pytest.raises(ValueError, match=r"config\.coverage=\[1\] must be a mapping"):
+        stored_coverage(SimpleNamespace(num_labels=3, coverage=[1]), 0.9)
+    with pytest.raises(ValueError, match=r"only 0\.9, 0\.95: ask for one of these, or calibrate .*takes 1 validation"):
+        stored_coverage(config, 0.5)
+    with pytest.raises(ValueError, match=r"not recorded with method='aps', only 0\.9: .*--coverage 0\.95`"):
+        stored_coverage(config, 0.95, "aps")
+    other = SimpleNamespace(num_labels=3, coverage=record, head="sccp", calibration={"head": "ml"})
+    with pytest.raises(ValueError, match="calibrated for head='ml', and now 'sccp' answers"):
+        stored_coverage(other, 0.9)
+    assert recorded_levels(other) == []
+
+
+def test_a_record_that_is_in_order():
+    """What lies on a border is allowed."""
+    part = {"own": {"0": 0, "5": 1}, "pooled": 1, "pooled_from": "all"}
+    record = {"num_examples": 0, "k_reg": 6, "penalty": 0, "class_counts": [0] * 6, "lac": {"0.9": 0, "0.5": 1}}
+    record |= {"aps": {"0.9": 7.5}, "raps": {"0.9": -1}, "per_class": {"0.9": part}}
+    check_coverage(record, 6, "softmax")
+    check_coverage({"lac": {"0.9": -7}}, 6, "logit")
+    check_coverage({**record, "per_class": {"0.9": {**part, "own": {"0": 7}, "pooled": -7}}}, 6, "logit")
+    check_coverage({}, 6, "softmax")
+    for changed, message in (
+        ({"k_reg": 7}, r"config\.coverage\['k_reg'\]=7 must be a number >= 0, and whole"),
+        ({"k_reg": -1}, r"\['k_reg'\]=-1 must be"),
+        ({"num_examples": 1.0}, r"\['num_examples'\]=1\.0 must be"),
+        ({"penalty": math.inf}, r"\['penalty'\]=inf is not a finite number"),
+        ({"class_counts": (0,) * 6}, r"\['class_counts'\] must hold 6 whole numbers"),
+        ({"class_counts": [0.0] * 6}, r"\['class_counts'\] must hold 6"),
+        ({"lac": {0.9: 0.5}}, r"\['lac'\] has the key 0\.9, which is no coverage level"),
+        ({"per_class": 3}, r"\['per_class'\]=3 must map coverage levels"),
+        ({"per_class": {"0.9": {"own": {}}}}, "must hold 'own', 'pooled' and 'pooled_from'"),
+        ({"per_class": {"0.9": {**part, "own": {0: 0.5}}}}, "has a key that is no class"),
+        ({"per_class": {"0.9": {**part, "own": {"x": 0.5}}}}, "has a key that is no class"),
+        ({"per_class": {"0.9": {**part, "own": {"0": 1.5}}}}, r"\['own'\]\['0'\]=1\.5 is no probability"),
+        ({"per_class": {"0.9": {**part, "pooled": math.nan}}}, r"\['pooled'\]=nan is not a finite number"),
+        ({"aps": {"0.9": "x"}}, r"\['aps'\]\['0\.9'\]='x' is not a finite number"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            check_coverage({**record, **changed}, 6, "softmax")
+    for left_out, message in (
+        ("k_reg", "'raps' without k_reg and penalty"),
+        ("penalty", "'raps' without k_reg and penalty"),
+        ("class_counts", "'per_class' without class_counts"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            check_coverage({name: part for name, part in record.items() if name != left_out}, 6, "softmax")
+
+
+def test_questions_at_the_borders():
+    scores, config = torch.tensor([[0.5, 0.25, 0.125, 0.125]]), SimpleNamespace(num_labels=4, thresholds={"1": 0.25})
+    assert answer(scores, config).int().tolist() == answer(scores, config, k=1).int().tolist() == [[1, 1, 0, 0]]
+    assert answer(scores, config, lambda_val=0.5).int().tolist() == [[1, 0, 0, 0]]
+    assert answer(scores, config, cumulative=0.75).int().tolist() == [[1, 1, 0, 0]]  # reached, so no further class
+    assert answer(scores, config, cumulative=0.76).int().tolist() == [[1, 1, 1, 0]]
+    assert answer(scores, config, cumulative=1).all()
+    assert answer(scores, config, min_size=4).all() and answer(scores, config, lambda_val=0, max_size=10**30).all()
+    assert answer(scores, config, lambda_val=0, max_size=0).sum() == 0
+    assert answer(scores, config, lambda_val=0, min_size=2, max_size=2).int().tolist() == [[1, 1, 0, 0]]
+    assert check_request(config) == ("scores", 0.25) and check_request(config, lambda_val=-1) == ("scores", -1)
+    assert check_request(config, cumulative=1) == ("cumulative", 1)
+    record = {"raps": {"0.5": 0.75}, "aps": {"0.5": 0.75}, "k_reg": 2, "penalty": 0.25}
+    config.coverage = record  # before the classes stand 0, 0.5, 0.75, 0.875
+    assert answer(scores, config, coverage=0.5, method="aps").int().tolist() == [[1, 1, 1, 0]]
+    assert answer(scores, config, coverage=0.5, method="raps").int().tolist() == [[1, 1, 0, 0]]
+    record["raps"]["0.5"] = 1.0  # 0.75 + 0.25 for the third
+    assert answer(scores, config, coverage=0.5, method="raps").int().tolist() == [[1, 1, 1, 0]]
+    for question in ({"min_size": True}, {"max_size": -1}, {"max_size": False}, {"min_size": 1.0}):
+        with pytest.raises(ValueError, match=r"(min|max)_size=.* must be a whole number of classes"):
+            check_request(config, **question)
 
 
 @settings(max_examples=60, deadline=None)

@@ -99,6 +99,23 @@ def test_saved_dataset_and_parquet(splits, tmp_path):
     assert list(load_splits(str(tmp_path / "one"))) == ["train"]
 
 
+def test_splits_that_number_their_classes_differently(tmp_path):
+    """Classes are matched by name, not by number: every image keeps the class that its split calls it."""
+    orders = {"train": ["ash", "elm", "oak"], "validation": ["oak", "ash", "elm"], "test": ["oak", "elm"]}
+    written = {}
+    for name, order in orders.items():
+        labels = [order.index(label) for label in sorted(order)]
+        images = [PILImage.new("L", (4, 4), ord(label[0])) for label in sorted(order)]  # which show their class
+        features = Features(image=Image(), label=ClassLabel(names=order))
+        written[name] = Dataset.from_dict({"image": images, "label": labels}, features=features)
+    DatasetDict(written).save_to_disk(tmp_path / "splits")
+    read = load_splits(str(tmp_path / "splits"))
+    for split in read.values():
+        assert split.features["label"].names == ["ash", "elm", "oak"]
+        names = [split.features["label"].int2str(label) for label in split["label"]]
+        assert [ord(name[0]) for name in names] == [image.getpixel((0, 0)) for image in split["image"]]
+
+
 def test_text_and_number_labels_become_classes(splits, tmp_path):
     test = splits["test"]
     names = test.features["label"].names

@@ -3,7 +3,9 @@
 from pathlib import Path
 
 import pytest
+import torch
 from huggingface_hub import ModelCard
+from transformers import TrainerCallback
 
 from avgk_hf.cli import main
 from avgk_hf.model_card import card_of_run, render_card
@@ -48,6 +50,33 @@ def test_a_card_without_results_says_so(make_model):
     card = render_card("someone/new", model.config, {}, {"k": "2"})
     assert "has not been evaluated" in card.content and "has no thresholds yet" in card.content
     assert "someone/new" in card.content and card.data.eval_results is None
+
+
+class Spoiler(TrainerCallback):
+    """Makes the model answer with the same class always, from the second step on."""
+
+    def on_step_end(self, args, state, control, model, **kwargs):
+        with torch.no_grad():
+            model.ml_head.bias[0] += 50.0 * (state.global_step == 2)
+
+
+def test_a_card_shows_the_best_evaluation(make_trainer, make_model):
+    """Those of the weights that it goes with, not the last one; also when the training was taken up again."""
+    options = {"max_steps": 2, "eval_strategy": "steps", "save_strategy": "steps", "eval_steps": 1, "save_steps": 1}
+    options |= {"metric_for_best_model": "loss", "greater_is_better": False, "calibrate_k": []}
+
+    def trained(checkpoint=None):
+        trainer = make_trainer(model=make_model(objective="ce"), callbacks=[Spoiler()], **options)
+        trainer.train(checkpoint)
+        best, last = (entry for entry in trainer.state.log_history if "eval_loss" in entry)
+        assert best["eval_loss"] < last["eval_loss"] - 10 and trainer.state.best_global_step == 1
+        trainer.create_model_card()
+        card = (Path(trainer.args.output_dir) / "README.md").read_text()
+        assert f"| {best['eval_lambda_val']:.6f} |" in card and f"| {last['eval_lambda_val']:.6f} |" not in card
+        assert "after 1 training steps" in card
+        return trainer.state.best_model_checkpoint
+
+    trained(trained())
 
 
 def test_a_run_without_results_is_refused(tmp_path):

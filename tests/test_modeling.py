@@ -219,6 +219,49 @@ def test_drop_unused_head(make_model):
         assert [model.predict_sets(IMAGES, k=k) for k in (2, 3)] == sets
 
 
+def test_a_head_that_stays_keeps_what_was_calibrated_for_it(make_model):
+    """Its thresholds by its own name, and curve and coverage where they are its own."""
+    lambdas = {"ml": {2: 0.3, 3: 0.1}, "sccp": {2: 0.2, 3: 0.02}}
+    coverage, curve = {"num_examples": 30, "lac": {"0.9": 0.1}}, [[2, 0.2, 2, 1, 1], [3, 0.02, 3, 1, 1]]
+
+    def model(head, recorded="sccp", heads=None):
+        found, record = make_model(head="auto"), {"num_examples": 30, "head": recorded, "curve": curve}
+        chosen = heads or {2: "sccp", 3: "ml"}
+        found.config.set_calibration({k: lambdas[h][k] for k, h in chosen.items()}, record, chosen, lambdas, coverage)
+        found.config.head = head
+        return found
+
+    for head, recorded in (("ml", "ml"), ("ml", "sccp"), ("sccp", "ml"), ("sccp", "sccp")):
+        kept = model(head, recorded).drop_unused_head().config
+        own = {f"{k}": value for k, value in lambdas[head].items()}
+        assert (kept.thresholds, kept.head, kept.heads, kept.head_thresholds, kept.sccp_head) == (
+            own,
+            "ml",
+            {},
+            {},
+            False,
+        )
+        assert kept.coverage == (coverage if head == recorded else {})
+        expected = {"num_examples": 30, "head": "ml", "curve": curve if head == recorded else []}
+        assert kept.calibration == expected
+    assert model("ml").drop_sccp_head().config.thresholds == {"2": 0.3, "3": 0.1}
+    both = model("auto")
+    assert (
+        both.drop_unused_head() is both
+        and both.sccp_head is not None
+        and both.config.heads == {"2": "sccp", "3": "ml"}
+    )
+    for head in ("auto", "sccp", "mean"):
+        with pytest.raises(
+            ValueError, match=f"the SCCP head answers for this model \\(head='{head}'\\); it must stay"
+        ):
+            model(head).drop_sccp_head()
+    assert model("auto", "ml", {2: "ml", 3: "ml"}).drop_sccp_head().config.thresholds == {"2": 0.3, "3": 0.1}
+    assert make_model().drop_sccp_head().config.calibration is None
+    single = make_model(objective="ce")
+    assert single.drop_unused_head() is single and single.sccp_head is None and single.config.head == "ml"
+
+
 def test_a_head_that_is_not_trained_cannot_answer(make_model):
     with pytest.raises(ValueError, match="head='sccp' needs the SCCP head, which objective='ce' does not train"):
         make_model(objective="ce", head="sccp")

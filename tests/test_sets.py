@@ -1,6 +1,7 @@
 """Thresholds and sets against sorting everything, and against hand-made cases."""
 
 import math
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -9,15 +10,28 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
 
-from avgk_hf.set_statistics import SetStatistics, class_means
+from avgk_hf.set_statistics import SetStatistics, class_means, curve_ks
 from avgk_hf.sets import (
     AverageKThreshold,
+    all_scores,
     average_k_threshold,
+    calibration_record,
+    check_finite,
+    check_k,
+    check_thresholds,
     head_scores,
+    head_threshold,
+    is_number,
     k_key,
+    own_k,
     predict_sets,
+    ranked_mass,
     ranked_sets,
+    recorded_head,
     score,
+    stored_head,
+    stored_threshold,
+    within_bounds,
 )
 
 
@@ -192,6 +206,113 @@ def test_statistics_equal_a_naive_count():
     assert result["few_shot_accuracy"] == pytest.approx(np.mean([by_class[c] for c in (4, 5, 6)]))
 
 
+def test_everything_in_one_pass_equals_loops():
+    """Batches at their positions, in any order: set sizes, questions, sums, ranks and the curve."""
+    generator = torch.Generator().manual_seed(2)
+    scores = torch.randint(0, 9, (40, 6), generator=generator).add(0.5).div(64)  # ties, which go to the lower class id
+    labels = torch.randint(0, 5, (40,), generator=generator)  # class 5 has no image
+    questions = {"0.9": lambda p: p >= 0.1, "per_class_0.9": lambda p: p == p.amax(1, keepdim=True)}
+    rows = list(zip(scores.tolist(), labels.tolist(), strict=True))
+    orders = [sorted(range(6), key=lambda j, row=row: (-row[j], j)) for row, _ in rows]
+    ranks = [order.index(y) for order, (_, y) in zip(orders, rows, strict=True)]
+
+    def filled(**kwargs):
+        stats = SetStatistics([2, 1], 40, mass=True, questions=questions, **kwargs)
+        for first in (24, 0, 8, 32, 16):
+            stats.update(scores[first : first + 8], labels[first : first + 8], first)
+        return stats
+
+    for stats in (filled(), filled(thresholds={1: 0.1, 2: 0.05})):
+        assert stats.num_labels == 6 and stats.labels.tolist() == labels.tolist()
+        assert stats.column("rank").tolist() == ranks
+        assert stats.column("true").tolist() == scores.gather(1, labels[:, None])[:, 0].tolist()
+        assert stats.column("best").tolist() == scores.amax(1).tolist()
+        sums = [
+            sum(row[j] for j in order[:r]) / sum(row) for (row, _), order, r in zip(rows, orders, ranks, strict=True)
+        ]
+        assert stats.column("mass").tolist() == pytest.approx(sums, rel=1e-12)
+        metrics = stats.coverage_metrics()
+        for name, sets_of in questions.items():
+            sets = sets_of(scores).tolist()
+            hits = [of_image[y] for of_image, (_, y) in zip(sets, rows, strict=True)]
+            by_class = [np.mean([h for h, (_, y) in zip(hits, rows, strict=True) if y == c]) for c in range(5)]
+            assert metrics[f"coverage_{name}"] == pytest.approx(np.mean(hits))
+            assert metrics[f"coverage_{name}_size"] == pytest.approx(np.mean([sum(of_image) for of_image in sets]))
+            assert stats.answers()[name]["worst_class"] == pytest.approx(min(by_class))
+            assert stats.answers()[name]["mean_class"] == pytest.approx(np.mean(by_class))
+        assert metrics["coverage_per_class_0.9_worst_class"] == stats.answers()["per_class_0.9"]["worst_class"]
+        assert metrics["coverage_per_class_0.9_mean_class"] == stats.answers()["per_class_0.9"]["mean_class"]
+        assert len(metrics) == 6
+    assert stats.set_sizes(1).tolist() == (scores >= 0.1).sum(1).tolist()
+    assert [result["mean_set_size"] for result in stats.compute().values()] == [
+        (scores >= 0.05).sum().item() / 40,
+        (scores >= 0.1).sum().item() / 40,
+    ]
+    stats = filled()
+    with pytest.raises(ValueError, match="set sizes per image are known only with given thresholds"):
+        stats.set_sizes(1)
+    assert [row[0] for row in stats.curve()] == [1, 1.1, 1.2, 1.35, 1.5, 1.75, 2]
+    for k, lambda_val, size, coverage, topk in stats.curve():
+        assert lambda_val == sorted_threshold(scores.numpy(), k)
+        sets = scores >= lambda_val
+        assert size == sets.sum().item() / 40
+        assert coverage == pytest.approx(np.mean([of_image[y] for of_image, (_, y) in zip(sets, rows, strict=True)]))
+        assert topk == pytest.approx(np.mean([rank < int(k) for rank in ranks]))
+    assert {type(value) for row in stats.curve() for value in row} == {float}
+    for k, result in stats.compute().items():
+        curve = next(row for row in stats.curve() if row[0] == k)
+        names = ("lambda_val", "mean_set_size", "average_k_accuracy", "topk_accuracy")
+        assert [k, *(result[name] for name in names)] == curve
+    record = stats.coverage([0.5, 0.9], per_class=True, k=2.4)
+    assert record["k_reg"] == 2 and record["class_counts"] == torch.bincount(labels, minlength=6).tolist()
+    assert record["aps"]["0.5"] == sorted(sums)[math.ceil(41 * 0.5) - 1]
+    assert set(SetStatistics.coverage(filled(thresholds={1: 0.1, 2: 0.05}), [0.5], False, 2)) >= {"lac", "aps", "raps"}
+    plain = SetStatistics([1], 40)
+    plain.update(scores, labels)
+    assert set(plain.coverage([0.5], False, 1)) == {"num_examples", "lac"}
+
+
+def test_statistics_refuse():
+    scores, labels = torch.rand(4, 3), torch.tensor([0, 1, 2, 0])
+    for arguments, message in (
+        ((scores, labels[:3]), r"labels of shape \(3,\) and type torch.int64 for 4 images: expected one class id"),
+        ((scores, labels.float()), "type torch.float32 for 4 images"),
+        ((scores, labels > 0), "type torch.bool for 4 images"),
+        ((scores, labels - 1), r"label -1 lies outside \[0, 3\)"),
+        ((scores, labels + 1), r"label 3 lies outside \[0, 3\)"),
+        ((scores, labels, 1), "more than the announced num_examples=4 images"),
+        ((torch.rand(5, 3), torch.zeros(5, dtype=torch.int64)), "more than the announced num_examples=4 images"),
+    ):
+        for thresholds in (None, {1: 0.5}):
+            with pytest.raises(ValueError, match=message):
+                SetStatistics([1], 4, thresholds).update(*arguments)
+    stats = SetStatistics([1], 4, {1: 0.5})
+    with pytest.raises(ValueError, match="no images were evaluated"):
+        stats.compute()
+    stats.update(scores[:2], labels[:2])
+    with pytest.raises(ValueError, match="scores for 2 classes after scores for 3"):
+        stats.update(scores[:2, :2], labels[:2])
+    with pytest.raises(ValueError, match="NaN among the scores of images 2 to 3: NaN is in no set"):
+        stats.update(torch.full((2, 3), math.nan), labels[:2])
+    stats.update(scores[2:].double().requires_grad_(), labels[2:].to(torch.uint8))
+    assert stats.labels.tolist() == labels.tolist() and stats.num_seen == 4
+    for thresholds in ({}, {1: None}, {1: math.nan}, {2: 0.5}):
+        with pytest.raises(ValueError, match=r"thresholds\[1\]=.* is not a number"):
+            SetStatistics([1], 4, thresholds)
+    with pytest.raises(ValueError, match=r"k=0 must be"):
+        SetStatistics([0], 4, {0: 0.5})
+    with pytest.raises(ValueError, match="train_counts has 2 values for 3 classes"):
+        class_means(np.ones(1), np.zeros(1, int), 3, np.array([1, 2]))
+
+
+def test_the_sizes_of_the_curve():
+    steps = [1, 1.1, 1.2, 1.35, 1.5, 1.75, 2, 2.5, 3, 4, 5, 6, 8]
+    assert curve_ks(1) == [1] and curve_ks(1.05) == [1, 1.05]
+    assert curve_ks(9.5) == [*steps, 9.5] and curve_ks(10) == [*steps, 10]
+    assert curve_ks(130) == [*steps, *(10 * step for step in steps), 100, 110, 120, 130]
+    assert {type(k) for k in curve_ks(20)} == {float}
+
+
 def test_shot_borders():
     means = class_means(np.array([0, 0, 1, 1]), np.arange(4), 4, np.array([19, 20, 100, 101]))
     assert means == {
@@ -212,6 +333,303 @@ def test_heads_and_scores():
     with pytest.raises(ValueError, match="head='mean' needs the SCCP head"):
         head_scores(logits, None, "mean")
     assert [k_key(k) for k in (1, 2.0, 2.5)] == ["1", "2", "2.5"]
+
+
+def test_logits_that_are_not_finite_are_named_by_image():
+    logits = torch.zeros(9, 3)
+    check_finite(logits)
+    check_finite(torch.full((2, 2), 3e38))  # whose sum float32 cannot hold
+    check_finite(torch.full((2, 2), 1.7e308, dtype=torch.float64))  # nor float64
+    logits[[2, 4], [0, 2]] = torch.tensor([math.nan, math.inf])
+    for call, numbers in (
+        (lambda: check_finite(logits), "2, 4"),
+        (lambda: check_finite(logits, 64), "66, 68"),
+        (lambda: check_finite(logits.requires_grad_().sum(1), first=1), "3, 5"),
+        (lambda: check_finite(torch.tensor(math.nan)), "0"),
+        (lambda: check_finite(torch.full((5, 1), -math.inf)), "0, 1, 2, 3, 4"),
+        (lambda: check_finite(torch.full((6, 1), -math.inf)), "0, 1, 2, 3, 4, ..."),
+        (lambda: score(logits), "2, 4"),
+        (lambda: score(logits, first=7), "9, 11"),
+        (lambda: all_scores(torch.zeros(9, 3), logits), "2, 4"),
+        (lambda: all_scores(torch.zeros(9, 3), logits, first=30), "32, 34"),
+        (lambda: all_scores(logits, torch.zeros(9, 3), first=30), "32, 34"),
+    ):
+        with pytest.raises(ValueError, match=rf"the logits of image\(s\) {numbers} are NaN or infinite"):
+            call()
+
+
+def test_scores_of_every_head():
+    logits, sccp_logits = torch.randn(2, 5, 4)
+    for kind, function in (("softmax", lambda z: z.softmax(-1)), ("sigmoid", torch.sigmoid), ("logit", lambda z: z)):
+        one, other = function(logits), function(sccp_logits)
+        expected = {"ml": one, "sccp": other, "mean": (one + other) / 2}
+        found = all_scores(logits, sccp_logits, kind)
+        assert list(found) == list(expected)
+        for head in expected:
+            assert torch.equal(found[head], expected[head])
+            assert torch.equal(head_scores(logits, sccp_logits, head, kind), expected[head])
+        assert list(all_scores(logits, None, kind)) == ["ml"]
+        assert torch.equal(head_scores(logits, None, kind=kind), one)
+    assert torch.equal(score(logits), logits.softmax(-1)) and torch.equal(
+        score(logits.bfloat16()), score(logits.bfloat16().float())
+    )
+    assert score(logits.double()).dtype == score(logits.half(), "logit").dtype == torch.float32
+    assert torch.equal(all_scores(logits, None)["ml"], logits.softmax(-1))
+    with pytest.raises(ValueError, match=r"score='max' is unknown; choose one of \['softmax', 'sigmoid', 'logit'\]"):
+        score(logits, "max")
+    with pytest.raises(ValueError, match=r"head='auto' is unknown; choose one of \['ml', 'sccp', 'mean'\]"):
+        head_scores(logits, sccp_logits, "auto")
+    with pytest.raises(ValueError, match="head='sccp' needs the SCCP head"):
+        head_scores(logits, None, "sccp")
+
+
+def test_what_is_a_number():
+    for value in (0, -3, 2.5, math.inf, -math.inf, 2**1023 - 1, -(2**1023) + 1):
+        assert is_number(value) is True
+    for value in (math.nan, True, False, None, "1", [1], 2**1023, -(2**1023), 10**400):
+        assert is_number(value) is False
+    assert [check_k(1), check_k(5.5, 6), check_k(10**9)] == [1, 5.5, 10**9]
+    for k, num_labels, message in (
+        (0.999, None, r"k=0.999 must be a number in \[1, L\): the average number .* `k=2`\.$"),
+        (math.inf, None, r"k=inf must be a number in \[1, L\)"),
+        (6, 6, r"k=6 must be a number in \[1, 6\) for 6 classes: .*`k=2`\.$"),
+        (1, 1, r"k=1 must be .* for 1 classes: .*`k=2`; with 1 classes no average-K set can be asked for\.$"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            check_k(k, num_labels)
+
+
+def test_what_is_no_matrix_of_scores_is_refused():
+    for scores, message in (
+        ("many", "scores of type str are no matrix of numbers"),
+        ([[1.0], [1.0, 2.0]], "scores of type list are no matrix of numbers"),
+        (torch.zeros(2, 3, dtype=torch.bool), "scores of type torch.bool: expected real numbers"),
+        (torch.zeros(2, 3, dtype=torch.complex64), "scores of type torch.complex64: expected real numbers"),
+        (torch.zeros(3), r"scores of shape \(3,\): expected \(images, classes\)"),
+        (torch.zeros(1, 2, 3), r"scores of shape \(1, 2, 3\)"),
+    ):
+        for call in (lambda s=scores: average_k_threshold(s, 1), lambda s=scores: predict_sets(s, 0.5)):
+            with pytest.raises(ValueError, match=message) as error:
+                call()
+            assert "\n" not in str(error.value)
+    assert average_k_threshold([[4, 3, 2, 1]], 2) == average_k_threshold(np.array([[4.0, 3, 2, 1]]), 2) == 2.5
+    with pytest.raises(ValueError, match="scores are empty"):
+        average_k_threshold(torch.zeros(0, 3), 1)
+
+
+def test_a_stream_refuses_by_position_and_number():
+    stream = AverageKThreshold([1, 2], num_examples=np.int64(6))
+    stream.update(torch.rand(2, 4))
+    stream.update(torch.rand(0, 4))
+    with pytest.raises(ValueError, match="NaN among the scores of images 2 to 4"):
+        stream.update(torch.tensor([[0.1] * 4, [0.2] * 4, [0.3, 0.1, math.nan, 0.2]]))
+    with pytest.raises(ValueError, match=r"k=3 must be a number in \[1, 3\)"):
+        AverageKThreshold([1, 3], 5).update(torch.rand(1, 3))
+    for number in (True, 2.0, "3", 0, -1):
+        with pytest.raises(ValueError, match="at least one image to calibrate on"):
+            AverageKThreshold([1], number)
+    infinite = AverageKThreshold([1], 1)
+    infinite.update(torch.tensor([[math.inf, -math.inf, 0.0]]))
+    with pytest.raises(ValueError, match=r"the threshold for k=1 would be inf, between the scores inf and 0.0"):
+        infinite.compute()
+    assert average_k_threshold(torch.tensor([[math.inf, 1.0, 0.5, 0.0]]), 2) == 0.75
+
+
+def test_a_threshold_needs_one_score_more_than_its_sets_hold():
+    """P_[round(K n) + 1] must exist: with n = 1 and L = 4, K = 3 is the last that has one."""
+    scores = torch.tensor([[0.4, 0.3, 0.2, 0.1]])
+    assert average_k_threshold(scores, 3) == pytest.approx(0.15)
+    with pytest.raises(ValueError, match=r"k=3\.5 cannot be calibrated on 1 image.*needs 5 scores and there are 4"):
+        average_k_threshold(scores, 3.5)
+
+
+@pytest.mark.parametrize("off_the_cpu", [False, True])
+@pytest.mark.parametrize("values", ["random", "ties", "constant"])
+def test_parts_of_a_stream_merge_in_any_order(values, off_the_cpu, monkeypatch):
+    """As if one stream had seen all scores, sizes included; also where a part has seen nothing."""
+    scores = np.random.default_rng(0).random((60, 9)).astype(np.float32)
+    scores = torch.from_numpy({"random": scores, "ties": scores.round(1), "constant": scores * 0 + 0.5}[values])
+    ks = [1, 1.5, 2]
+    expected = {k: sorted_threshold(scores.numpy(), k) for k in ks}
+    parts, totals = [], []
+    with monkeypatch.context() as patch:
+        if off_the_cpu:  # as in the test above
+            patch.setattr(torch.Tensor, "numpy", lambda self: self)
+        for share in (scores[:30], scores[30:34], None, scores[34:]):
+            parts.append(AverageKThreshold(ks, 60))
+            for batch in share.split(7) if share is not None else ():
+                parts[-1].update(batch)
+        for order in ((0, 1, 2, 3), (3, 2, 1, 0), (1, 3, 0, 2)):
+            totals.append(AverageKThreshold(ks, 60))
+            for i in order:
+                totals[-1].merge(parts[i].survivors().clone(), *map(float, parts[i].facts()))
+    assert (parts[1].facts(), parts[2].facts()) == ((4, 9, -math.inf, 0), (0, 0, -math.inf, 0))
+    assert sorted(parts[1].survivors().tolist()) == sorted(scores[30:34].flatten().tolist())
+    assert len(parts[0].survivors()) <= len(parts[0]._held) == 2 * (2 * 60 + 1)
+    for total in totals:
+        assert isinstance(total._held, torch.Tensor) == off_the_cpu and len(total._held) == 2 * (2 * 60 + 1)
+        assert (total.num_seen, total.num_labels) == (60, 9)
+        assert {type(number) for number in (total.num_seen, total.num_labels, total._num_ties)} == {int}
+        assert total.compute() == expected
+        assert total.mean_set_sizes() == {k: (scores >= v).sum().item() / 60 for k, v in expected.items()}
+
+
+def test_thresholds_of_each_class_and_bounds():
+    scores = torch.tensor([[0.5, 0.3, 0.2], [0.1, 0.3, 0.6]])
+    assert predict_sets(scores, [0.5, 0.4, 0.1]).int().tolist() == [[1, 0, 1], [0, 0, 1]]
+    assert predict_sets(scores, 0.3).int().tolist() == [[1, 1, 0], [0, 1, 1]]  # equal is inside
+    assert predict_sets(scores.double(), float(np.float32(0.3))).int().tolist() == [[1, 1, 0], [0, 1, 1]]
+    assert predict_sets(scores, 2.0, min_size=3).all()
+    for arguments, message in (
+        (([0.5, 0.4],), "for 3 classes: give one, or one for each"),
+        (([0.5, 0.4, "x"],), "is not a number; take it from"),
+        ((None,), "lambda_val=None is not a number"),
+        ((True,), "lambda_val=True is not a number"),
+        ((0.5, 4), r"min_size=4 must be a whole number in \[0, 3\]"),
+        ((0.5, -1), "min_size=-1 must be"),
+        ((0.5, 1.0), "min_size=1.0 must be"),
+        ((0.5, True), "min_size=True must be"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            predict_sets(scores, *arguments)
+    scores[1, 2] = math.nan
+    with pytest.raises(ValueError, match="NaN among the scores of image 1: NaN is in no set"):
+        predict_sets(scores, 0.5)
+
+
+def test_bounds_on_sizes_against_loops():
+    generator = torch.Generator().manual_seed(0)
+    scores = torch.randint(0, 4, (200, 6), generator=generator) / 4  # with ties, which go to the lower class id
+    sets = torch.rand(200, 6, generator=generator) < 0.4
+    for least, most in ((0, None), (2, None), (0, 2), (1, 3), (6, 6), (0, 0), (2, 2)):
+        found = within_bounds(scores, sets, least, most)
+        for row, members, got in zip(scores.tolist(), sets.tolist(), found.tolist(), strict=True):
+            order = sorted(range(6), key=lambda j: (not members[j], -row[j], j))
+            size = min(max(sum(members), least), 6 if most is None else most)
+            assert got == [j in order[:size] for j in range(6)]
+    assert within_bounds(scores, sets) is sets
+
+
+def test_ranks_against_loops():
+    generator = torch.Generator().manual_seed(1)
+    scores = torch.randint(1, 5, (100, 6), generator=generator) / 8
+    sets = torch.rand(100, 6, generator=generator) < 0.5
+    order, mass = ranked_mass(scores)
+    assert mass.dtype == torch.float64
+    for i, row in enumerate(scores.tolist()):
+        expected = sorted(range(6), key=lambda j: (-row[j], j))
+        assert order[i].tolist() == expected
+        assert mass[i].tolist() == pytest.approx([sum(row[j] for j in expected[:n]) / sum(row) for n in range(6)])
+        assert ranked_sets(scores, sets)[i] == [j for j in expected if sets[i, j]]
+    assert ranked_mass(scores[0])[1].tolist() == mass[0].tolist()
+    equal, inside = torch.full((2, 3000), 0.5), torch.ones(2, 3000, dtype=torch.bool)  # enough to disturb other sorts
+    assert ranked_sets(equal, inside) == ranked_mass(equal)[0].tolist() == [list(range(3000))] * 2
+    assert within_bounds(equal, inside, 0, 1700).int().argmin(1).tolist() == [1700, 1700]
+    assert within_bounds(equal, ~inside, 1700).int().argmin(1).tolist() == [1700, 1700]
+    assert ranked_sets(torch.tensor([[-math.inf, -1.0]]), torch.tensor([[True, True]])) == [[1, 0]]
+
+
+def test_everything_is_made_on_the_device_of_the_scores():
+    """The meta device computes nothing, and refuses what lies on another, as an accelerator does."""
+    with torch.device("meta"):
+        scores = torch.zeros(3, 4)
+    assert {found.device.type for found in ranked_mass(scores)} == {"meta"}
+    stream = AverageKThreshold([1], 3)
+    assert stream.survivors("meta").device.type == "meta" and stream.survivors().shape == (0,)
+    stream.update(torch.rand(3, 4))
+    assert stream.survivors("meta").device.type == "meta" and stream.survivors().device.type == "cpu"
+
+
+def test_thresholds_in_a_config():
+    check_thresholds({"1": 0, "2.5": 1, "3": 0.5}, 4, "softmax")
+    check_thresholds({"1": -7, "3": 9.5}, 4, "logit")
+    for thresholds, kind, message in (
+        (3, "softmax", r"config\.thresholds=3 must map K to lambda_val"),
+        ({"4": 0.5}, "softmax", r"config\.thresholds has the key '4': k=4\.0 must be a number in \[1, 4\)"),
+        ({"x": 0.5}, "softmax", r"config\.thresholds has the key 'x': could not convert"),
+        ({"1": 0.5, "2": None}, "softmax", r"config\.thresholds\['2'\]=None is not a finite number\. Take"),
+        ({"2": math.inf}, "logit", r"config\.thresholds\['2'\]=inf is not a finite number\. Take"),
+        ({"2": 1.01}, "softmax", r"=1\.01 is no probability, and score='softmax' gives probabilities\. Take"),
+        ({"2": -0.01}, "sigmoid", r"=-0\.01 is no probability, and score='sigmoid' gives probabilities\. Take"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            check_thresholds(thresholds, 4, kind)
+    with pytest.raises(ValueError, match=r"config\.other\['2'\]=7"):
+        check_thresholds({"2": 7}, 4, "softmax", "other")
+
+
+def test_stored_thresholds_of_any_config():
+    """A config of another class says little: one head, softmax, and the smallest K where it has none of its own."""
+    plain = SimpleNamespace(num_labels=9, thresholds={"4": 0.1, "1": 0.4, "2": 0.3})
+    assert (own_k(plain), own_k(SimpleNamespace(k=3, thresholds={"1": 0.4}))) == (1, 3)
+    assert [stored_threshold(plain, k) for k in (None, 1, 2.0, 4)] == [0.4, 0.4, 0.3, 0.1]
+    assert type(stored_threshold(SimpleNamespace(num_labels=9, thresholds={"2": 1}), 2)) is float
+    assert stored_threshold(plain, math.sqrt(8)) == pytest.approx(math.sqrt(0.3 * 0.1))
+    assert stored_threshold(plain, math.sqrt(2)) == pytest.approx(math.sqrt(0.4 * 0.3))
+    logit = SimpleNamespace(num_labels=9, thresholds={"1": -1.0, "4": -3.0}, score="logit")
+    assert stored_threshold(logit, 2) == pytest.approx(-2)
+    assert stored_threshold(logit, 4**0.25) == pytest.approx(-1.5)
+    logit.thresholds = {"1": 2.0, "4": 1.0}  # linear though both are positive
+    assert stored_threshold(logit, 2) == pytest.approx(1.5)
+    zero = SimpleNamespace(num_labels=9, thresholds={"1": 0.4, "4": 0.0})
+    assert stored_threshold(zero, 2) == pytest.approx(0.2)  # linear, because there is no logarithm
+    zero.calibration = {"curve": [[2, 0.3, 2, 1, 1]]}
+    assert stored_threshold(zero, 2) == 0.3
+    assert (stored_head(plain), recorded_head(plain), calibration_record(plain)) == ("ml", "ml", {})
+    assert calibration_record(SimpleNamespace(calibration=[1])) == {}
+    for config, k, message in (
+        (SimpleNamespace(num_labels=9), 2, "this model has no thresholds"),
+        (SimpleNamespace(num_labels=9, thresholds={}), 2, "this model has no thresholds"),
+        (plain, 9, r"k=9 must be a number in \[1, 9\)"),
+        (plain, 5, r"no threshold is stored for k=5; .* for k in 1, 2, 4, and .* in \[1, 4\], .*--k 5`"),
+        (SimpleNamespace(num_labels=9, thresholds={"2": 1.5}), 2, "is no probability, and score='softmax' gives"),
+        (SimpleNamespace(num_labels=9, thresholds={"2": 0.5, "12": 0.1}), 2, r"config\.thresholds has the key '12'"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            stored_threshold(config, k)
+
+
+def test_a_curve_is_checked_as_the_thresholds_are():
+    plain = {"num_labels": 9, "thresholds": {"1": 0.4, "4": 0.1}}
+    for row, message in (
+        ([2, -1.0], r"config\.calibration\['curve'\]\['2'\]=-1\.0 is no probability, and score='softmax' gives"),
+        ([12, 0.01], r"config\.calibration\['curve'\] has the key '12': k=12\.0 must be a number in \[1, 9\)"),
+        ([2], r"config\.calibration\['curve'\] is damaged"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            stored_threshold(SimpleNamespace(**plain, calibration={"curve": [row]}), 2)
+    logit = SimpleNamespace(num_labels=9, thresholds={"1": 3, "4": -3}, score="logit")
+    logit.calibration = {"curve": [[2, -1.75, 2, 1, 1]]}
+    assert stored_threshold(logit, 2) == -1.75
+
+
+def test_whose_thresholds_they_are():
+    """Those of `head`, or with "auto" of the head that was chosen for each K; the curve is that of one head."""
+    heads = {"1": "ml", "2": "sccp", "4": "ml"}
+    chosen = SimpleNamespace(num_labels=9, k=2, head="auto", thresholds={"1": 0.5, "2": 0.2, "4": 0.1}, heads=heads)
+    assert recorded_head(chosen) == "sccp"  # of the model's own K
+    assert [stored_threshold(chosen, k) for k in (None, 1, 2, 4)] == [0.2, 0.5, 0.2, 0.1]
+    chosen.head_thresholds = {"sccp": {"1": 0.6, "4": 0.05}, "mean": {"1": 0.55}}
+    assert [stored_head(chosen, k) for k in (None, 1, 1.5, 2, 3, 4)] == ["sccp", "ml", "ml", "sccp", "sccp", "ml"]
+    with pytest.raises(ValueError, match="no threshold is stored for k=7"):
+        stored_head(chosen, 7)
+    t = math.log(3 / 2) / math.log(4 / 2)
+    assert stored_threshold(chosen, 3) == pytest.approx(0.2 ** (1 - t) * 0.05**t)
+    assert head_threshold(chosen, "mean", 1) == 0.55 and head_threshold(chosen, "sccp", 1) == 0.6
+    chosen.calibration = {"head": "ml", "curve": [[1.4, 0.45, 1, 1, 1], [3, 0.01, 1, 1, 1]]}
+    assert recorded_head(chosen) == "ml"
+    assert stored_threshold(chosen, 1.4) == 0.45  # of ml, whose curve it is
+    assert stored_threshold(chosen, 3) > 0.05  # of sccp
+    with pytest.raises(ValueError, match="are those of head='ml', and none is stored for 'both'"):
+        head_threshold(chosen, "both", 1)
+    chosen.calibration = {"head": "sccp", "curve": None}
+    assert stored_threshold(chosen, 3) > 0.05
+    fixed = SimpleNamespace(num_labels=9, k=2, head="sccp", thresholds={"2": 0.2}, heads={}, calibration=None)
+    assert (recorded_head(fixed), stored_head(fixed), stored_threshold(fixed)) == ("sccp", "sccp", 0.2)
+    with pytest.raises(ValueError, match="head='auto', and no head was chosen"):
+        stored_threshold(SimpleNamespace(num_labels=9, k=2, head="auto", thresholds={"2": 0.2}, heads={}))
+    with pytest.raises(ValueError, match="has no thresholds"):
+        stored_head(SimpleNamespace(num_labels=9, k=2, head="auto", thresholds={}, heads={"2": "ml"}))
 
 
 def test_sets_are_those_of_the_lac_conformal_predictor():

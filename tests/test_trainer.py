@@ -1,5 +1,6 @@
 """The real Trainer on a small image folder: what it reports, stores, restores and leaves alone."""
 
+import datetime
 import json
 from pathlib import Path
 
@@ -139,6 +140,30 @@ def test_best_checkpoint_keeps_its_own_threshold(make_trainer):
     assert trainer.evaluate()["eval_lambda_val"] == pytest.approx(saved.thresholds["2"], rel=1e-6)
 
 
+class Forgetter(TrainerCallback):
+    """Clears the calibration after the last checkpoint, so that what is there later comes from one."""
+
+    def on_save(self, args, state, control, model, **kwargs):
+        if state.global_step == state.max_steps:
+            model.config.clear_calibration()
+
+
+def test_a_checkpoint_brings_back_its_whole_calibration(make_trainer, make_model):
+    """Into the model that trained, as the best one, and into a new one that goes on from it."""
+    options = {"max_steps": 1, "eval_strategy": "steps", "save_strategy": "steps", "eval_steps": 1, "save_steps": 1}
+    options |= {"calibrate_coverage": [0.5, 0.9], "calibrate_per_class": True}
+    trainer = make_trainer(model=make_model(head="auto"), callbacks=[Forgetter()], **options)
+    trainer.train()
+    checkpoint = trainer.state.best_model_checkpoint
+    again = make_trainer(model=make_model(head="auto"), **{**options, "load_best_model_at_end": False})
+    again.train(resume_from_checkpoint=checkpoint)  # which had ended
+    saved = json.loads((Path(checkpoint) / "config.json").read_text())
+    for name in ("thresholds", "heads", "head_thresholds", "coverage", "calibration"):
+        assert saved[name], name
+        assert getattr(trainer.model.config, name) == getattr(again.model.config, name) == saved[name], name
+    assert {"lac", "aps", "raps", "per_class"} <= set(saved["coverage"])
+
+
 def test_thresholds_are_dropped_when_the_weights_change(make_trainer):
     trainer = make_trainer(eval_strategy="no", save_strategy="no", load_best_model_at_end=False, max_steps=1)
     trainer.evaluate()
@@ -253,6 +278,36 @@ def test_every_head_is_scored_in_the_same_pass(make_trainer, splits):
     assert config.heads == {} and config.thresholds == config.head_thresholds["ml"]
     test = trainer.evaluate(prepare(splits["test"], config), metric_key_prefix="test")
     assert {f"test_average_k_accuracy_{head}" for head in HEADS} <= set(test)
+
+
+def test_what_a_calibration_stores(make_trainer, make_model):
+    """For a fixed head, for one that is chosen, and where there is only one."""
+    for fields in ({"head": "sccp"}, {"head": "auto"}, {"objective": "ce"}):
+        trainer = make_trainer(model=make_model(**fields), calibrate_coverage=[0.9, 0.5], calibrate_per_class=True)
+        trainer.dataset_name = "trees"
+        trainer.evaluate()
+        config = trainer.model.config
+        head = config.heads["2"] if config.head == "auto" else config.head
+        statistics = trainer._statistics[head]  # of the head that answers for the model's own K
+        assert config.calibration == {
+            "num_examples": 30,
+            "dataset": "trees",
+            "split": "validation",
+            "date": datetime.datetime.now(datetime.timezone.utc).date().isoformat(),
+            "step": 0,
+            "head": head,
+            "curve": statistics.curve(),
+        }
+        assert config.coverage == statistics.coverage([0.5, 0.9], True, 2) and config.coverage["k_reg"] == 2
+        assert set(config.head_thresholds) == (set(HEADS) if config.sccp_head else set())
+        assert set(config.heads) == ({"1", "1.5", "2", "3"} if config.head == "auto" else set())
+        for key, lambda_val in config.thresholds.items():
+            answers = trainer._statistics[config.heads.get(key, head)]
+            assert lambda_val == answers.compute()[float(key)]["lambda_val"]
+    part = trainer.eval_dataset.select(range(20))
+    part._split = None
+    trainer.evaluate(part, calibrate=True)
+    assert (config.calibration["num_examples"], config.calibration["split"]) == (20, "validation")
 
 
 def test_single_head_models_report_one_accuracy(make_trainer, make_model):

@@ -1,0 +1,142 @@
+"""Small faults are put into the code one by one, and the tests have to see each of them: `make mutants`.
+
+`python tests/mutation.py losses sets` takes these groups only, `--again` those mutants that survived before, and
+`--table` prints what is known. `cd runs/mutants/sets && mutmut show MUTANT` prints one of the faults.
+
+What an error says is not mutated, only whether there is one: texts are asserted by tests of their own, as patterns.
+Decorated functions are not either, because mutmut leaves them alone.
+"""
+
+import gc
+import json
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+from hypothesis import Phase, settings
+
+ROOT = Path(__file__).resolve().parent.parent
+FOLDER = ROOT / "runs" / "mutants"
+TRAINER, MODEL = "avgk_hf.trainer.xǁAvgKTrainerǁ", "avgk_hf.modeling.xǁAvgKForImageClassificationǁ"
+CARRIERS = {  # the functions that store, load, keep or drop a calibration, or match classes
+    TRAINER: "_store_calibration _calibration_record _load_calibration _load_best_model _load_from_checkpoint"
+    " training_step",
+    MODEL: "_keep_head _needed_heads drop_sccp_head drop_unused_head",
+    "avgk_hf.calibrate.x_": "write_thresholds _evaluate_foreign",
+    "avgk_hf.model_card.xǁCardCallbackǁ": "__init__ on_train_begin on_evaluate results",
+    "avgk_hf.data.datasets.x_": "align_labels",
+}
+CARRIER_FILES = [f"avgk_hf/{name}.py" for name in ("trainer", "modeling", "calibrate", "model_card", "data/datasets")]
+CARRIER_TESTS = [f"tests/test_{name}.py" for name in ("calibrate", "trainer", "modeling", "model_card")]
+# what is left out because it takes seconds: tests that ask other packages, train, or run commands
+LONG = """mapie torchcp law rare_classes later leaves command commands picture door reports says card training recipe
+    auto_head whole_way pipeline in_between many_classes no_score_matrix processes_at_once large_input do_not_mix"""
+QUICK = ["-k", f"not ({' or '.join(LONG.split())})"]
+# group: the files; the functions, where not the whole files are meant; the quick tests that are meant for these
+GROUPS = {
+    "losses": (["avgk_hf/losses/*.py"], [], ["tests/test_losses.py"]),
+    "sets": (
+        ["avgk_hf/sets.py"],
+        [],
+        [
+            "tests/test_sets.py",
+            "tests/test_conformal.py",
+            "tests/test_processes.py::test_streams_merge_exactly",
+            *QUICK,
+        ],
+    ),
+    "conformal": (["avgk_hf/conformal.py"], [], ["tests/test_conformal.py", *QUICK]),
+    "statistics": (["avgk_hf/set_statistics.py"], [], ["tests/test_sets.py", "tests/test_conformal.py", *QUICK]),
+    "configuration": (["avgk_hf/configuration.py"], [], ["tests/test_configuration.py"]),
+    "carried": (
+        CARRIER_FILES,
+        [f"{place}{name}__mutmut*" for place, names in CARRIERS.items() for name in names.split()],
+        [
+            *CARRIER_TESTS,
+            "-k",
+            "whole_calibration or auto_keeps or dropped or every_head or calibrates or drop_ or"
+            " matched_by_name or best_evaluation or (any_classifier and vit)",
+        ],
+    ),
+}
+KILLED = {1, 3, 36, 24, -24, 152, 255}  # a failing test, an error of pytest, or an endless loop
+
+
+def pytest_configure():
+    """As a plugin of pytest: what the workers inherit is never collected, and a failing example need not be small."""
+    gc.freeze()
+    settings.register_profile("mutants", deadline=None, phases=[Phase.explicit, Phase.generate])
+    settings.load_profile("mutants")
+
+
+def pytest_collection_modifyitems(items):
+    """The tests over generated examples take longest, so they come last."""
+    items.sort(key=lambda item: hasattr(item.obj, "hypothesis"))
+
+
+def run(group: str) -> None:
+    """Make the mutants of one group, and test them."""
+    files, functions, tests = GROUPS[group]
+    folder = FOLDER / group
+    shutil.rmtree(folder, ignore_errors=True)
+    folder.mkdir(parents=True)
+    for name in ("avgk_hf", "tests"):
+        (folder / name).symlink_to(ROOT / name)
+    plugins = ["mutation", "no:xdist", "no:cacheprovider", "no:unraisableexception"]  # the last collects all garbage
+    options = {
+        "source_paths": ["avgk_hf"],
+        "only_mutate": files,
+        "do_not_mutate_patterns": [r"^\s*raise ", r"^\s*logger\.warning"],
+        "pytest_add_cli_args": [part for plugin in plugins for part in ("-p", plugin)],
+        "pytest_add_cli_args_test_selection": tests,
+        "process_isolation": "forkserver",  # torch is imported once, and no test has run where a mutant begins
+    }
+    lines = [f"{name} = {json.dumps(value)}" for name, value in options.items()]
+    project = (ROOT / "pyproject.toml").read_text()
+    (folder / "pyproject.toml").write_text("\n".join([project, "[tool.mutmut]", *lines, ""]))
+    mutmut(group, functions)
+
+
+def mutmut(group: str, names: list[str]) -> None:
+    """Test the mutants of these names, or all."""
+    command = [Path(sys.executable).with_name("mutmut"), "run", "--max-children", "1", *names]
+    subprocess.run(command, cwd=FOLDER / group, env={**os.environ, "PYTHONPATH": str(ROOT / "tests")}, check=True)
+
+
+def results(group: str) -> dict[str, dict[str, bool]]:
+    """Whether each mutant that was tested survived, by file."""
+    found = {}
+    for path in sorted((FOLDER / group / "mutants").rglob("*.py.meta")):
+        codes = json.loads(path.read_text())["exit_code_by_key"]
+        name = str(path.relative_to(FOLDER / group / "mutants").with_suffix(""))
+        found[name] = {mutant: code not in KILLED for mutant, code in codes.items() if code is not None}
+    return {name: mutants for name, mutants in found.items() if mutants}
+
+
+def survivors(group: str) -> list[str]:
+    """The names of those that survived."""
+    return [mutant for mutants in results(group).values() for mutant, survived in mutants.items() if survived]
+
+
+def table(groups: list[str]) -> None:
+    """Print the mutants that survived, and how many were made, killed and survived, by file."""
+    counts = {}
+    for group in groups:
+        print("", *survivors(group), sep="\n")
+        counts |= {name: (len(mutants), sum(mutants.values())) for name, mutants in results(group).items()}
+    counts["all"] = [sum(column) for column in zip((0, 0), *counts.values(), strict=True)]
+    print("\n| file | mutants | killed | survived |\n|---|---|---|---|")
+    for name, (made, survived) in counts.items():
+        print(f"| {name} | {made} | {made - survived} ({100 * (made - survived) / max(made, 1):.1f}%) | {survived} |")
+
+
+if __name__ == "__main__":
+    asked = [name for name in sys.argv[1:] if not name.startswith("--")] or list(GROUPS)
+    for group in asked:
+        if "--again" in sys.argv:
+            mutmut(group, survivors(group))
+        elif "--table" not in sys.argv:
+            run(group)
+    table(asked)

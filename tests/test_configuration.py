@@ -1,0 +1,186 @@
+"""The config: what it refuses, and that a calibration goes through a file and comes back whole."""
+
+import json
+import math
+
+import pytest
+from transformers import AutoConfig
+
+from avgk_hf import AvgKConfig
+from avgk_hf.configuration import AUTO_MAP, CUSTOM_PIPELINES, read_json
+
+FIELDS = {
+    "architecture": "test_resnet",
+    "model_args": {"in_chans": 1},
+    "pretrained_cfg": {"input_size": [1, 32, 32]},
+    "objective": "role",
+    "k": 2,
+    "alpha": 0.1,
+    "beta": 0.2,
+    "epsilon": 0.3,
+    "role_lambda": 0.4,
+    "theta_lr": 0.5,
+    "candidate_scope": "local",
+    "score": "sigmoid",
+    "head": "auto",
+    "train_counts": [1, 0, 3, 4, 5, 6],
+}
+LAMBDAS = {"ml": {3.0: 0.1, 1.5: 0.4, 2: 0.3}, "sccp": {2: 0.2, 1.5: 0.5, 3.0: 0.15}}
+CHOSEN = {2: "sccp", 3.0: "ml", 1.5: "ml"}
+COVERAGE = {"num_examples": 30, "lac": {"0.9": 0.1}}
+RECORD = {"num_examples": 30, "split": "validation", "head": "sccp", "curve": []}
+CARRIED = ("thresholds", "heads", "head_thresholds", "coverage", "calibration")
+
+
+def calibrated(**fields):
+    config = AvgKConfig(num_labels=6, **{**FIELDS, **fields})
+    own = {k: LAMBDAS[head][k] for k, head in CHOSEN.items()}
+    config.set_calibration(own, RECORD, heads=CHOSEN, head_thresholds=LAMBDAS, coverage=COVERAGE)
+    return config
+
+
+def test_a_calibration_is_stored_as_plain_text_and_numbers():
+    config = calibrated()
+    assert list(config.thresholds.items()) == [("1.5", 0.4), ("2", 0.2), ("3", 0.1)]  # ascending
+    assert list(config.heads.items()) == [("1.5", "ml"), ("2", "sccp"), ("3", "ml")]
+    ascending = {"ml": [("1.5", 0.4), ("2", 0.3), ("3", 0.1)], "sccp": [("1.5", 0.5), ("2", 0.2), ("3", 0.15)]}
+    assert {head: list(values.items()) for head, values in config.head_thresholds.items()} == ascending
+    assert config.coverage == COVERAGE and config.calibration == RECORD
+    assert (config.threshold(), config.threshold(3), config.head_for(), config.head_for(3)) == (0.2, 0.1, "sccp", "ml")
+    config.set_calibration({2: 1}, {"num_examples": 7})
+    assert config.thresholds == {"2": 1.0} and type(config.thresholds["2"]) is float
+    assert (config.heads, config.head_thresholds, config.coverage) == ({}, {}, {})
+    assert config.calibration == {"num_examples": 7}
+    config = calibrated()
+    config.clear_calibration()
+    fresh = AvgKConfig(num_labels=6)
+    assert all(getattr(config, name) == getattr(fresh, name) for name in CARRIED)
+
+
+def test_every_field_comes_back_from_a_file(tmp_path):
+    config = calibrated()
+    config.save_pretrained(tmp_path)
+    assert [path.name for path in tmp_path.iterdir()] == ["config.json"]
+    for loaded in (AvgKConfig.from_pretrained(tmp_path), AutoConfig.from_pretrained(tmp_path)):
+        for name in (*FIELDS, *CARRIED):
+            assert getattr(loaded, name) == getattr(config, name), name
+    config.save_pretrained(tmp_path / "a" / "b")
+    assert AvgKConfig.from_pretrained(tmp_path / "a", subfolder="b").thresholds == config.thresholds
+    loaded, unused = AvgKConfig.from_pretrained(tmp_path, k=3, return_unused_kwargs=True, other=1)
+    assert (loaded.k, unused) == (3, {"other": 1})
+
+
+def test_what_other_readers_need_is_written_though_it_is_the_default(tmp_path):
+    AvgKConfig(num_labels=6).save_pretrained(tmp_path)
+    written = json.loads((tmp_path / "config.json").read_text())
+    stated = {"architecture": "resnet18", "pretrained_cfg": {}, "image_processor_type": "TimmWrapperImageProcessor"}
+    stated |= {"objective": "avgk", "k": 5, "score": "softmax", "head": "ml", "sccp_head": True, "thresholds": {}}
+    assert {name: written[name] for name in stated} == stated
+    assert (written["auto_map"], written["custom_pipelines"]) == (AUTO_MAP, CUSTOM_PIPELINES)
+    loaded = AvgKConfig.from_pretrained(tmp_path)  # this package serves, not the code beside the file
+    assert not hasattr(loaded, "auto_map") and not hasattr(loaded, "custom_pipelines")
+
+
+def test_a_file_is_replaced_only_when_the_new_one_is_complete(tmp_path, monkeypatch):
+    AvgKConfig(num_labels=6, k=3).save_pretrained(tmp_path)
+    before = (tmp_path / "config.json").read_text()
+    broken = AvgKConfig(num_labels=6, k=2)
+    monkeypatch.setattr(AvgKConfig, "to_json_string", lambda *args, **kwargs: 1 / 0)
+    with pytest.raises(ZeroDivisionError):
+        broken.save_pretrained(tmp_path)
+    assert (tmp_path / "config.json").read_text() == before
+    monkeypatch.undo()
+    AvgKConfig(num_labels=6).to_json_file(tmp_path / "all.json", use_diff=False)
+    assert json.loads((tmp_path / "all.json").read_text())["alpha"] == 1.0
+
+
+def test_other_classes_drop_what_was_calibrated(tmp_path):
+    """By their number or their names; the same number keeps it."""
+    calibrated().save_pretrained(tmp_path)
+    written = json.loads((tmp_path / "config.json").read_text())
+    names = dict(enumerate("abcdefg"))
+    for changed in ({"num_labels": 7}, {"id2label": names, "label2id": {}}, {"num_labels": 6, "id2label": names}):
+        for config in (AvgKConfig.from_pretrained(tmp_path, **changed), AvgKConfig.from_dict(written, **changed)):
+            assert config.num_labels == 7 and config.train_counts is None
+            assert all(not getattr(config, name) for name in CARRIED)
+            assert all(getattr(config, name) == FIELDS[name] for name in ("k", "objective", "alpha", "head"))
+    for same in ({}, {"num_labels": 6}, {"id2label": dict(enumerate("abcdef"))}):
+        config = AvgKConfig.from_pretrained(tmp_path, **same)
+        assert config.train_counts == FIELDS["train_counts"] and config.thresholds["2"] == 0.2
+    # without class names in the file there is nothing to compare with
+    bare = {name: value for name, value in written.items() if name not in ("id2label", "label2id", "train_counts")}
+    assert AvgKConfig.from_dict(bare, num_labels=7).thresholds == written["thresholds"]
+
+
+@pytest.mark.parametrize("field", ["alpha", "beta", "epsilon", "role_lambda", "theta_lr"])
+def test_a_weight_is_a_finite_number_from_zero(field):
+    for value in (0, 0.0, 3, 1e300):
+        assert getattr(AvgKConfig(**{field: value}), field) == value
+    for value in (-1e-9, math.inf, -math.inf, math.nan, 10**400):
+        with pytest.raises(ValueError, match=rf"config\.{field}=.* must be a finite number >= 0"):
+            AvgKConfig(**{field: value})
+    with pytest.raises(ValueError, match=rf"config\.{field}='1' is of the wrong type"):
+        AvgKConfig(**{field: "1"})
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({"k": 0.5}, r"k=0\.5 must be a number in \[1, L\)"),
+        ({"objective": "CE"}, r"config\.objective='CE' is unknown; choose one of \['ce', 'avgk', 'an', 'epr'"),
+        ({"candidate_scope": "world"}, r"config\.candidate_scope='world' is unknown; .*\['global', 'local'\]"),
+        ({"score": "max"}, r"config\.score='max' is unknown; choose one of \['softmax', 'sigmoid', 'logit'\]"),
+        ({"head": "both"}, r"config\.head='both' is unknown; choose one of \['ml', 'sccp', 'mean', 'auto'\]"),
+        ({"train_counts": [1] * 5}, r"config\.train_counts has 5 values for 6 classes"),
+        ({"train_counts": [1] * 5 + [-1]}, r"config\.train_counts=\[1, .*-1\] must hold whole numbers >= 0"),
+        ({"train_counts": [1] * 5 + [True]}, r"config\.train_counts=.* is of the wrong type"),
+        ({"thresholds": {"2": 1.5}}, r"config\.thresholds\['2'\]=1\.5 is no probability"),
+        ({"thresholds": {"6": 0.5}}, r"config\.thresholds has the key '6'"),
+        ({"head_thresholds": {"auto": {"2": 0.5}}}, r"config\.head_thresholds has the key 'auto'; choose among"),
+        ({"head_thresholds": {"ml": {"2": 1.5}}}, r"config\.head_thresholds\['ml'\]\['2'\]=1\.5 is no probability"),
+        ({"head_thresholds": {"ml": {"6": 0.5}}}, r"config\.head_thresholds\['ml'\] has the key '6'"),
+        ({"coverage": {"lac": {"0.9": 1.5}}}, r"config\.coverage\['lac'\]\['0\.9'\]=1\.5 is no probability"),
+        ({"coverage": {"class_counts": [1] * 5}}, r"config\.coverage\['class_counts'\] must hold 6"),
+        ({"head": "auto", "thresholds": {"2": 0.5}}, r"config\.heads\['2'\]=None; choose among \['ml', 'sccp'"),
+        ({"head": "auto", "thresholds": {"2": 0.5}, "heads": {"2": "auto"}}, r"config\.heads\['2'\]='auto'; choose"),
+        ({"treshold": {}}, r"config\.treshold is no field of AvgKConfig\. Did you mean 'thresholds'\?"),
+        ({"Objective": "ce"}, r"config\.Objective is no field of AvgKConfig\. Did you mean 'objective'\?"),
+        ({"num_label": 6}, r"config\.num_label is no field of AvgKConfig\. Did you mean 'num_labels'\?"),
+        ({"id2lable": {}}, r"config\.id2lable is no field of AvgKConfig\. Did you mean 'id2label'\?"),
+        ({"label2ids": {}}, r"config\.label2ids is no field of AvgKConfig\. Did you mean 'label2id'\?"),
+        ({"sccp_head": 1}, r"config\.sccp_head=1 is of the wrong type"),
+    ],
+)
+def test_a_bad_field_is_refused_by_name(fields, message, tmp_path):
+    with pytest.raises(ValueError, match=message):
+        AvgKConfig(**{"num_labels": 6, **fields})
+    written = {**AvgKConfig(num_labels=6).to_dict(), **fields}
+    with pytest.raises(ValueError, match=rf"^{message}"):
+        AvgKConfig.from_dict(written)
+    (tmp_path / "config.json").write_text(json.dumps(written))
+    for load in (AvgKConfig.from_pretrained, AutoConfig.from_pretrained):
+        with pytest.raises(ValueError, match=rf"config\.json: .*{message}") as error:
+            load(tmp_path)
+        assert str(error.value).startswith(str(tmp_path)) and "\n" not in str(error.value)
+
+
+def test_what_is_fine():
+    config = AvgKConfig(num_labels=6, something_else=3, output_hidden_states=True)  # as transformers does
+    assert config.something_else == 3 and config.output_hidden_states
+    assert AvgKConfig(num_labels=6, score="logit", thresholds={"2": -3.5}).threshold(2) == -3.5
+    assert AvgKConfig(score="sigmoid").problem_type == "multi_label_classification"
+    assert AvgKConfig().problem_type is None
+    assert AvgKConfig(num_labels=2, train_counts=[0, 0]).train_counts == [0, 0]
+
+
+def test_a_json_file_that_is_no_mapping_is_refused_by_name(tmp_path):
+    path = tmp_path / "config.json"
+    with pytest.raises(FileNotFoundError, match=r"config\.json is missing\."):
+        read_json(path)
+    for content, reason in (('{"k": ', "is not valid JSON"), ("[1]", "must hold a mapping, but holds list")):
+        path.write_text(content)
+        for load in (read_json, lambda path: AvgKConfig.from_pretrained(path.parent)):
+            with pytest.raises(ValueError, match=rf"config\.json {reason}"):
+                load(path)
+    path.write_bytes('{"name": "é"}'.encode())
+    assert read_json(path) == {"name": "é"}
