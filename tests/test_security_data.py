@@ -82,6 +82,40 @@ def test_forged_arrays_are_refused(case, tmp_path):
         load_splits(str(folder))
 
 
+def pointers(kind, flags):
+    """Eight bytes as an array of objects, whose dtype says by its flags that they need no care."""
+    whole = b"cnumpy\ndtype\nX\x02\x00\x00\x00O8K\x00K\x01\x87R(K\x03X\x01\x00\x00\x00|" + PLAIN[:-1] + b"\x3ftb"
+    field = b"NX\x01\x00\x00\x00f\x85}X\x01\x00\x00\x00f" + whole + b"K\x00\x86sK\x08K\x01K" + bytes([flags])
+    rest = field if kind == "V8" else PLAIN[:-1] + bytes([flags])
+    name = b"X\x02\x00\x00\x00" + kind.encode()
+    made = array_pickle(dtype=name, order=b"X\x01\x00\x00\x00|", shape=b"K\x01", data=b"U\x08AAAAAAAA", rest=rest)
+    return made.removesuffix(b".") + b"U\x0bfine_labels]K\x00as."
+
+
+POINTED = """
+import sys
+from avgk_hf.data.cifar import load_cifar, Path
+for folder in sys.argv[1:]:
+    try:
+        load_cifar(Path(folder))
+    except ValueError as error:
+        print(error)
+"""
+
+
+def test_forged_pointers_do_not_end_the_process(tmp_path):
+    """Believed, the bytes are followed as addresses: a segmentation fault, or worse."""
+    forged = {"V8": 0x01, "O8": 0x3D}
+    for kind, flags in forged.items():
+        write_cifar(tmp_path / kind)
+        (tmp_path / kind / "train").write_bytes(pointers(kind, flags))
+    command = [sys.executable, "-c", POINTED, *(str(tmp_path / kind) for kind in forged)]
+    done = subprocess.run(command, capture_output=True, text=True)
+    assert done.returncode == 0, f"ended by signal {-done.returncode}: {done.stderr}"
+    for line, kind in zip(done.stdout.splitlines(), forged, strict=True):
+        assert f"train cannot be read as CIFAR-100 (it holds an array of {kind!r}" in line
+
+
 def test_nested_names_of_classes_are_refused(tmp_path):
     """To write out one list that holds another twice, 60 times over, would never end."""
     folder = tmp_path / "cifar-100-python"
@@ -475,12 +509,10 @@ def test_reports_show_records_as_text(value, tmp_path, capsys):
     assert {len(re.findall(r"(?<!\\)\|", row)) for row in rows} == {len(re.findall(r"\|", rows[0]))}
 
 
-@pytest.mark.parametrize("field", ["objective", "k", "validation"])
-def test_records_of_absurd_types_are_one_line(field, tmp_path, capsys):
-    run = finished_run(tmp_path / "a", **{field: {"average_k_accuracy": ["![x](http://a.b)"]}})
-    if field == "validation":
-        assert main(["report", str(run), "--out", str(tmp_path / "report")]) == 2
-        assert "validation.average_k_accuracy=" in capsys.readouterr().err
+def test_a_metric_that_is_no_number_is_refused(tmp_path, capsys):
+    run = finished_run(tmp_path / "a", validation={"average_k_accuracy": ["![x](http://a.b)"]})
+    assert main(["report", str(run), "--out", str(tmp_path / "report")]) == 2
+    assert "validation.average_k_accuracy=" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("value", HOSTILE)
@@ -547,7 +579,7 @@ def test_tests_in_the_cache_are_checked_again(tmp_path):
     write_sdist(tmp_path / "cache", version, tmp_path / "mark")
     with pytest.raises(ValueError, match="has the SHA-256"):
         transformers_suite.archive(version, tmp_path / "cache")
-    with pytest.raises(ValueError, match="states none for 4.0"):
+    with pytest.raises(ValueError, match=r"states none for 4\.0"):
         transformers_suite.archive("4.0", tmp_path / "cache")
 
 

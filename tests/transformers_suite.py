@@ -1,8 +1,8 @@
 """transformers' own tests of models and configurations, from the source distribution of the installed version.
 
-The wheel lacks them. The source distribution is fetched as a file, once for each version, and stays in the user's cache
-folder, outside the checkout. It is taken only with the hash that is stated here, and two files are read from it; nothing
-is built or installed.
+The wheel lacks them. The source distribution is fetched as a file, once for each version, and stays in the user's
+cache folder, outside the checkout. It is taken only with the hash that is stated here, and two files are read from it;
+nothing is built or installed.
 """
 
 import hashlib
@@ -73,7 +73,7 @@ def load_suite():
 
 
 def archive(version, cache):
-    """The source distribution in the cache folder, fetched where it is missing; ValueError for one with another hash."""
+    """The source distribution in the cache, fetched where it is missing; ValueError for one with another hash."""
     if version not in HASHES:
         raise ValueError(f"HASHES in tests/transformers_suite.py states none for {version}")
     path = cache / f"transformers-{version}.tar.gz"
