@@ -47,8 +47,8 @@ GROUPS = {
         [
             *CARRIER_TESTS,
             "-k",
-            "whole_calibration or auto_keeps or dropped or calibration_stores or stored or stays or drop_ or role_trains or"
-            " matched_by_name or best_evaluation or (any_classifier and vit)",
+            "whole_calibration or auto_keeps or dropped or calibration_stores or stored or stays or drop_ or"
+            " role_trains or matched_by_name or best_evaluation or (any_classifier and vit)",
         ],
     ),
 }
