@@ -188,6 +188,9 @@ def test_the_record_in_full():
     assert list(record["lac"]) == list(record["per_class"]) == ["0.5", "0.8"]
     assert coverage_record(true, [0.5]) == {"num_examples": 10, "lac": {"0.5": 5 / 16}}
     assert coverage_record(true, [0.99]) == coverage_record(true, []) == {}
+    labels = np.array([0, 0, 1, 1, 2, 2, 2, 2, 2, 2])  # two rare classes have just enough together
+    part = coverage_record(true, [0.8], labels=labels, num_labels=3)["per_class"]["0.8"]
+    assert part == {"own": {"2": 5 / 16}, "pooled": 1 / 16, "pooled_from": "rare"}
     default = coverage_record(true, [0.5], mass, ranks)
     assert (default["k_reg"], default["penalty"]) == (1, 0.01)
     assert describe(record) == {
@@ -215,6 +218,8 @@ def test_whose_coverage_it_is():
     assert check_request(config, coverage=0.9, per_class=True) == ("scores", [0.1, 0.2, 0.3])
     assert recorded_levels(config) == [0.9, 0.95] and recorded_levels(config, "aps") == [0.9]
     assert recorded_levels(config, per_class=True) == recorded_levels(config, "raps") == [0.9]
+    only = SimpleNamespace(num_labels=3, coverage={name: record[name] for name in ("class_counts", "per_class")})
+    assert recorded_levels(only, per_class=True) == [0.9] and recorded_levels(only) == []
     assert recorded_levels(SimpleNamespace(num_labels=3)) == recorded_levels(SimpleNamespace(coverage=[1])) == []
     damaged = SimpleNamespace(num_labels=3, coverage={**record, "lac": {"0.95": 7, "0.9": 0.2}, "aps": {"0.9": "x"}})
     assert stored_coverage(damaged, 0.9) == 0.2 and recorded_levels(damaged) == [0.9]

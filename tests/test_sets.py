@@ -1,6 +1,7 @@
 """Thresholds and sets against sorting everything, and against hand-made cases."""
 
 import math
+import warnings
 from types import SimpleNamespace
 
 import numpy as np
@@ -111,6 +112,14 @@ def test_streaming_off_the_cpu_path_equals_numpy(monkeypatch):
     assert isinstance(stream._held, torch.Tensor)
     assert stream.compute() == expected
     assert stream.mean_set_sizes() == {k: (scores >= v).sum().item() / 200 for k, v in expected.items()}
+    for seed in range(60):  # few scores, so that those next to the cut come at any time
+        scores = torch.rand(12, 8, generator=torch.Generator().manual_seed(seed))
+        expected, stream = sorted_threshold(scores.numpy(), 1.5), AverageKThreshold([1.5], 12)
+        with monkeypatch.context() as patch:
+            patch.setattr(torch.Tensor, "numpy", lambda self: self)
+            for batch in scores.split(1):
+                stream.update(batch)
+        assert stream.compute() == {1.5: expected}
 
 
 def test_half_precision_scores_are_widened():
@@ -401,8 +410,8 @@ def test_what_is_a_number():
 
 def test_what_is_no_matrix_of_scores_is_refused():
     for scores, message in (
-        ("many", "scores of type str are no matrix of numbers"),
-        ([[1.0], [1.0, 2.0]], "scores of type list are no matrix of numbers"),
+        ("many", r"scores of type str are no matrix of numbers \((?!None).+\): give"),
+        ([[1.0], [1.0, 2.0]], r"scores of type list are no matrix of numbers \((?!None).+\): give"),
         (torch.zeros(2, 3, dtype=torch.bool), "scores of type torch.bool: expected real numbers"),
         (torch.zeros(2, 3, dtype=torch.complex64), "scores of type torch.complex64: expected real numbers"),
         (torch.zeros(3), r"scores of shape \(3,\): expected \(images, classes\)"),
@@ -433,6 +442,18 @@ def test_a_stream_refuses_by_position_and_number():
     with pytest.raises(ValueError, match=r"the threshold for k=1 would be inf, between the scores inf and 0.0"):
         infinite.compute()
     assert average_k_threshold(torch.tensor([[math.inf, 1.0, 0.5, 0.0]]), 2) == 0.75
+    with warnings.catch_warnings():  # a refusal says it all
+        warnings.simplefilter("error")
+        for scores, message in (
+            ([[0.5, 0.2, -math.inf]], "would be -inf, between the scores 0.2.* and -inf"),
+            ([[math.inf, math.inf, -math.inf]], "would be nan, between the scores inf and -inf"),
+            ([[3e38, 3e38, 3e38]], "would be inf, between the scores 3"),
+        ):
+            stream = AverageKThreshold([2], 1)
+            with np.errstate(over="ignore", invalid="ignore"):
+                stream.update(torch.tensor(scores))
+            with pytest.raises(ValueError, match=message):
+                stream.compute()
 
 
 def test_a_threshold_needs_one_score_more_than_its_sets_hold():
@@ -466,6 +487,7 @@ def test_parts_of_a_stream_merge_in_any_order(values, off_the_cpu, monkeypatch):
     assert (parts[1].facts(), parts[2].facts()) == ((4, 9, -math.inf, 0), (0, 0, -math.inf, 0))
     assert sorted(parts[1].survivors().tolist()) == sorted(scores[30:34].flatten().tolist())
     assert len(parts[0].survivors()) <= len(parts[0]._held) == 2 * (2 * 60 + 1)
+    assert isinstance(parts[0]._held, torch.Tensor) == off_the_cpu
     for total in totals:
         assert isinstance(total._held, torch.Tensor) == off_the_cpu and len(total._held) == 2 * (2 * 60 + 1)
         assert (total.num_seen, total.num_labels) == (60, 9)
