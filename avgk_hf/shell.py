@@ -94,7 +94,7 @@ def logged(log: TextIO | None, arguments: list[str]) -> Iterator[None]:
         yield
         return
     with log:
-        words = printable(' '.join(without_tokens(arguments)))
+        words = printable(" ".join(without_tokens(arguments)))
         log.write(f"{datetime.datetime.now().isoformat(' ', 'seconds')} avgk {words}\n")
         out, err = _Tee(sys.stdout, log), _Tee(sys.stderr, log)
         with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):

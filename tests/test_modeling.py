@@ -318,12 +318,15 @@ def test_bad_config_fields_are_refused_by_name(field, value, message):
 
 
 def test_gradient_checkpointing_gives_the_same_gradients(make_model):
+    """And blocks are computed a second time for the backward pass, which is what saves their memory."""
     labels = torch.tensor([0, 1, 2, 5])
-    gradients = []
+    gradients, passes = [], []
     for checkpointing in (False, True):
         model = make_model("test_vit").train()
         if checkpointing:
             model.gradient_checkpointing_enable()
+        model.backbone.blocks[0].attn.register_forward_hook(lambda *_, seen=checkpointing: passes.append(seen))
         model(IMAGES, labels=labels).loss.backward()
         gradients.append(model.backbone.patch_embed.proj.weight.grad)
     assert torch.allclose(*gradients, atol=1e-6)
+    assert passes == [False, True, True]

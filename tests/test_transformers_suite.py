@@ -77,6 +77,9 @@ SKIPPED = {
         "SwinTest.test_retain_grad_hidden_states_attentions",
         "ViTTest.test_retain_grad_hidden_states_attentions",
     ),
+    "layers are checkpointed by timm, not by transformers' GradientCheckpointingLayer (test_modeling.py compares)": (
+        "test_training_gradient_checkpointing*",
+    ),
     "asks for several labels per image, for regression and for a single class": ("test_problem_types",),
     ACCELERATOR: (
         "test_can_load_with_device_context_manager",
@@ -88,7 +91,7 @@ SKIPPED = {
         "test_torch_compile_for_training",
     ),
 }
-LISTED_VERSION = "5.22.2"  # the tests of another version may skip themselves without being listed
+LISTED_VERSION = "5.23.0"  # the tests of another version may skip themselves without being listed
 
 
 def reason_to_skip(class_name, test_name):
