@@ -25,7 +25,16 @@ torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS", "1")))
 CLASSES = ["ash", "beech", "cedar", "elm", "fir", "oak"]
 
 # whole files go to one of two processes, so the longest come first
-LONGEST = ("test_study", "test_sweep", "test_compare", "test_faults", "test_hub", "test_processes", "test_export")
+LONGEST = (
+    "test_study",
+    "test_security",
+    "test_sweep",
+    "test_compare",
+    "test_faults",
+    "test_hub",
+    "test_processes",
+    "test_export",
+)
 # whose tests neither train nor compare numbers; all others are run by `make test-portable` too
 NO_NUMBERS = ("test_app", "test_archives", "test_docs", "test_layers", "test_security")
 
