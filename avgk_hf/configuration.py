@@ -152,24 +152,27 @@ class AvgKConfig(PreTrainedConfig):
 
         So is a name that is no field: transformers would keep it as an attribute, and act on some of them.
         """
+        try:
+            return super().from_dict(cls._known(config_dict, **kwargs), **kwargs)
+        except (ValueError, TypeError, StrictDataclassError) as error:
+            if "name_or_path" not in kwargs:  # given by AutoConfig
+                raise
+            raise _in_file(Path(kwargs["name_or_path"], "config.json"), error) from error
+
+    @classmethod
+    def _known(cls, config_dict: dict[str, Any], **kwargs: Any) -> dict[str, Any]:
+        """The fields of a stored config that are known and still hold, for the labels that are asked for."""
         known = {*(item.name for item in fields(cls)), *NOT_FIELDS}
         for name in set(config_dict) - known:
             _refuse_misspelt(name)
             if not name.startswith("_"):
                 logger.warning(f"config.{name} is no field of {cls.__name__} and is left out.")
-        config_dict = {name: value for name, value in config_dict.items() if name in known}
         check_labels(config_dict)
         stored = len(config_dict.get("id2label") or {})
         wanted = len(kwargs["id2label"]) if "id2label" in kwargs else kwargs.get("num_labels", stored)
         if stored and wanted != stored:
-            stale = ("thresholds", "heads", "head_thresholds", "coverage", "calibration", "train_counts")
-            config_dict = {name: value for name, value in config_dict.items() if name not in stale}
-        try:
-            return super().from_dict(config_dict, **kwargs)
-        except (ValueError, TypeError, StrictDataclassError) as error:
-            if "name_or_path" not in kwargs:  # given by AutoConfig
-                raise
-            raise _in_file(Path(kwargs["name_or_path"], "config.json"), error) from error
+            known -= {"thresholds", "heads", "head_thresholds", "coverage", "calibration", "train_counts"}
+        return {name: value for name, value in config_dict.items() if name in known}
 
     @classmethod
     def from_pretrained(cls, pretrained_model_name_or_path: str | os.PathLike, **kwargs: Any) -> "AvgKConfig":

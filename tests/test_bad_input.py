@@ -924,8 +924,8 @@ def to_parquet(dataset):
 
 GOOD_PARQUET = to_parquet(classes([0, 1], ["ash", "elm"]))
 BAD_FOLDERS = {
-    "only text": ({"notes.txt": "hello"}, "has no column 'image'"),
-    "only text in classes": ({"train/ash/a.txt": "x", "train/elm/b.txt": "y"}, "has no column 'image'"),
+    "only text": ({"notes.txt": "hello"}, "it would be read as text"),
+    "only text in classes": ({"train/ash/a.txt": "x", "train/elm/b.txt": "y"}, "it would be read as text"),
     "unknown files": ({"a.xyz": "x"}, "cannot be read"),
     "a file without name": ({"noending": "x"}, "cannot be read"),
     "hidden files": ({".hidden/a.png": PNG}, ""),
@@ -944,7 +944,7 @@ BAD_FOLDERS = {
         {"train.parquet": GOOD_PARQUET, "test.parquet": to_parquet(classes([0, 1], ["elm", "ash"]))},
         "have different classes",
     ),
-    "a broken saved dataset": ({"dataset_info.json": "{", "state.json": "{"}, "cannot be read"),
+    "a broken saved dataset": ({"dataset_info.json": "{", "state.json": "{"}, "state.json is not valid JSON"),
     "half a saved dataset": ({"dataset_dict.json": '{"splits": ["train"]}'}, "cannot be read"),
     "no dict": ({"dataset_dict.json": "[]"}, "cannot be read"),
     **{

@@ -507,7 +507,8 @@ def test_the_size_of_a_checkpoint_is_foreseen(make_trainer, make_model, tmp_path
         trainer = make_trainer(model=make_model(objective="role"), optim=optim, optim_args=options, save_total_limit=4)
         trainer.train()
         _, size, checkpoints, model_size = asked[-1]
-        found = sum(sizes(tmp_path / "run" / "checkpoint-10").values())
+        # the code that travels with a model is little beside any real one
+        found = sum(n for name, n in sizes(tmp_path / "run" / "checkpoint-10").items() if not name.endswith(".py"))
         assert 0.9 < size / found < 1.02 and checkpoints == 2
         assert model_size == pytest.approx(sizes(tmp_path / "run" / "checkpoint-10")["model.safetensors"], rel=0.05)
         shutil.rmtree(tmp_path / "run")

@@ -101,7 +101,7 @@ def data(tmp_path_factory, image_folder):
     write_cifar(root / "cifar-100-python", train=3)
     write_plantnet(root / "plantnet_300K")
     torch.manual_seed(0)
-    timm.models.save_for_hf(timm.create_model("resnet18.tv_in1k"), root / "resnet18")
+    timm.models.save_for_hf(timm.create_model("resnet18.tv_in1k"), root / "resnet18", safe_serialization=True)
     # the Hub's copy: parquet files with its columns
     for split, rows in load_splits(str(root / "cifar-100-python")).items():
         rows = rows.rename_columns({"image": "img", "label": "fine_label"}).remove_columns("index")

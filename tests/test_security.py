@@ -735,6 +735,9 @@ WRITING |= {"save", "savefig", "save_file", "save_to_json", "save_pretrained", "
 WRITING |= {"NamedTemporaryFile", "mkstemp", "mkdtemp", "to_csv", "tofile"}
 ELSEWHERE = {
     ("app.py", "save"): "into a temporary folder",
+    ("app.py", "mkdir"): "above the temporary folder, where the user's environment names a place",
+    ("app.py", "mkdtemp"): "the temporary folder of uploads",
+    ("images.py", "open"): "for reading",
     ("glyphs.py", "save"): "into memory",
     ("export.py", "save"): "into a temporary folder",
     ("calibrate.py", "save_pretrained"): "into the folder of `replacing`",
