@@ -1,6 +1,5 @@
 """The published study of glyphs: its table follows from the stored runs, and a stored run from the code."""
 
-import json
 import shutil
 from pathlib import Path
 
