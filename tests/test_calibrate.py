@@ -16,7 +16,7 @@ from transformers import (
 )
 
 from avgk_hf import SetSizeMonitor, load_splits
-from avgk_hf.calibrate import calibrate, evaluate, load_classifier, model_scores, transform_for
+from avgk_hf.calibrate import calibrate, evaluate, load_classifier, model_scores, transform_for, write_thresholds
 from avgk_hf.cli import main
 from avgk_hf.conformal import answer
 from avgk_hf.data import align_labels
@@ -163,6 +163,14 @@ def test_what_is_stored_for_a_classifier_of_another_class(splits, tmp_path):
     assert found["monitored_k"] == 3 and monitor.num_images == 30
     alone = evaluate(model, splits["test"], k=[2.5], method="aps", coverage=[0.5])
     assert "coverage_aps_0.5" in alone and "monitored_k" not in alone
+    write_thresholds(model, tmp_path / "vit")
+    written = json.loads((tmp_path / "vit" / "config.json").read_text())
+    assert (written["thresholds"], written["score"]) == (config.thresholds, "softmax") and "heads" not in written
+    with pytest.raises(ValueError, match=r"k=6 must be a number in \[1, 6\)"):
+        calibrate(model, validation, k=[2, 6])
+    config.score = "sigmoid"  # which does not sum to 1
+    calibrate(model, validation, k=[2], **levels)
+    assert set(config.coverage) == {"num_examples", "lac", "class_counts", "per_class"} and config.score == "sigmoid"
 
 
 def test_python_twin_and_refusals(classifier, splits):

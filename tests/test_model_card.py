@@ -71,9 +71,13 @@ def test_a_card_shows_the_best_evaluation(make_trainer, make_model):
         best, last = (entry for entry in trainer.state.log_history if "eval_loss" in entry)
         assert best["eval_loss"] < last["eval_loss"] - 10 and trainer.state.best_global_step == 1
         trainer.create_model_card()
-        card = (Path(trainer.args.output_dir) / "README.md").read_text()
-        assert f"| {best['eval_lambda_val']:.6f} |" in card and f"| {last['eval_lambda_val']:.6f} |" not in card
-        assert "after 1 training steps" in card
+        card = ModelCard.load(Path(trainer.args.output_dir) / "README.md")
+        results, calibration = card.content.split("## Results")[1].split("## Calibration")
+        assert f"| {best['eval_lambda_val']:.6f} |" in results and f"| {last['eval_lambda_val']:.6f} |" not in results
+        assert "On validation, with" in results and "after 1 training steps" in calibration
+        shown = {result.metric_type: result.metric_value for result in card.data.eval_results}
+        assert shown == {name: round(best[f"eval_{name}"], 4) for name in shown} and len(shown) == 3
+        assert {result.dataset_split for result in card.data.eval_results} == {"validation"}
         return trainer.state.best_model_checkpoint
 
     trained(trained())
