@@ -16,7 +16,7 @@ from transformers import (
 )
 
 from avgk_hf import SetSizeMonitor, load_splits
-from avgk_hf.calibrate import calibrate, evaluate, load_classifier, model_scores, transform_for
+from avgk_hf.calibrate import calibrate, evaluate, load_classifier, model_scores, transform_for, write_thresholds
 from avgk_hf.cli import main
 from avgk_hf.conformal import answer
 from avgk_hf.data import align_labels
@@ -164,6 +164,15 @@ def test_what_is_stored_for_a_classifier_of_another_class(splits, tmp_path):
     assert found["monitored_k"] == 3 and monitor.num_images == 30
     alone = evaluate(model, splits["test"], k=[2.5], method="aps", coverage=[0.5])
     assert "coverage_aps_0.5" in alone and "monitored_k" not in alone
+    write_thresholds(model, tmp_path / "vit")
+    written = json.loads((tmp_path / "vit" / "config.json").read_text())
+    assert (written["thresholds"], written["score"]) == (config.thresholds, "softmax") and "heads" not in written
+    with pytest.raises(ValueError, match=r"k=6 must be a number in \[1, 6\)"):
+        calibrate(model, validation, k=[2, 6])
+    config.score = "sigmoid"  # which does not sum to 1
+    calibrate(model, splits["test"], k=[2], **levels)
+    assert config.calibration["split"] == "test"
+    assert set(config.coverage) == {"num_examples", "lac", "class_counts", "per_class"} and config.score == "sigmoid"
 
 
 def test_python_twin_and_refusals(classifier, splits):
@@ -202,7 +211,9 @@ def test_classes_are_matched_by_name(tmp_path, splits):
     assert list(aligned["label"]) == [5 - label for label in splits["test"]["label"]]
     assert aligned.features["label"].names == CLASSES[::-1]
     assert align_labels(splits["test"], config) is splits["test"]
-    with pytest.raises(ValueError, match=r"2 classes that the model does not know, e.g. 'beech'"):
+    with pytest.raises(ValueError, match=r"2 classes that the model does not know, e.g. 'beech'\. Name"):
         align_labels(test, ViTConfig(id2label={0: "pine", 1: "palm", 2: "yew"}))
+    with pytest.raises(ValueError, match=r"e.g. 'beech' \(the model knows 'beach'\)\. Name"):
+        align_labels(test, ViTConfig(id2label={0: "pine", 1: "beach", 2: "oaks"}))
     numbered = ViTConfig(num_labels=2)  # LABEL_0, LABEL_1: no name is known, and the numbers agree
     assert align_labels(test, numbered) is test

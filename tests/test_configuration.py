@@ -4,7 +4,7 @@ import json
 import math
 
 import pytest
-from transformers import AutoConfig
+from transformers import AutoConfig, PreTrainedConfig
 
 from avgk_hf import AvgKConfig
 from avgk_hf.configuration import AUTO_MAP, CUSTOM_PIPELINES, read_json
@@ -66,8 +66,16 @@ def test_every_field_comes_back_from_a_file(tmp_path):
             assert getattr(loaded, name) == getattr(config, name), name
     config.save_pretrained(tmp_path / "a" / "b")
     assert AvgKConfig.from_pretrained(tmp_path / "a", subfolder="b").thresholds == config.thresholds
+    (tmp_path / "a" / "b" / "config.json").write_text("[]")
+    with pytest.raises(ValueError, match=r"b.config\.json must hold a mapping"):
+        AvgKConfig.from_pretrained(tmp_path / "a", subfolder="b")
     loaded, unused = AvgKConfig.from_pretrained(tmp_path, k=3, return_unused_kwargs=True, other=1)
     assert (loaded.k, unused) == (3, {"other": 1})
+
+
+def test_a_name_that_is_no_folder_is_left_to_transformers(monkeypatch):
+    monkeypatch.setattr(PreTrainedConfig, "from_pretrained", classmethod(lambda *args, **kwargs: (args, kwargs)))
+    assert AvgKConfig.from_pretrained("some/repo", revision="x") == ((AvgKConfig, "some/repo"), {"revision": "x"})
 
 
 def test_what_other_readers_need_is_written_though_it_is_the_default(tmp_path):
@@ -91,7 +99,9 @@ def test_a_file_is_replaced_only_when_the_new_one_is_complete(tmp_path, monkeypa
     assert (tmp_path / "config.json").read_text() == before
     monkeypatch.undo()
     AvgKConfig(num_labels=6).to_json_file(tmp_path / "all.json", use_diff=False)
-    assert json.loads((tmp_path / "all.json").read_text())["alpha"] == 1.0
+    assert "return_dict" in json.loads((tmp_path / "all.json").read_text())
+    AvgKConfig(num_labels=6).to_json_file(tmp_path / "all.json")
+    assert "return_dict" not in json.loads((tmp_path / "all.json").read_text())
 
 
 def test_other_classes_drop_what_was_calibrated(tmp_path):
@@ -166,6 +176,7 @@ def test_a_bad_field_is_refused_by_name(fields, message, tmp_path):
 
 def test_what_is_fine():
     config = AvgKConfig(num_labels=6, something_else=3, output_hidden_states=True)  # as transformers does
+    assert AvgKConfig(heading=1).heading == 1  # not near enough to a field
     assert config.something_else == 3 and config.output_hidden_states
     assert AvgKConfig(num_labels=6, score="logit", thresholds={"2": -3.5}).threshold(2) == -3.5
     assert AvgKConfig(score="sigmoid").problem_type == "multi_label_classification"

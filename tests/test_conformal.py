@@ -157,6 +157,8 @@ def test_levels_ranks_and_names():
                 takes = rf"coverage={level} cannot be calibrated on {n} image.*takes {enough_images(level)} at least"
                 with pytest.raises(ValueError, match=takes):
                     conformal_quantile(values, level)
+    values = np.random.default_rng(0).permutation(5000)
+    assert [conformal_quantile(values, level) for level in (0.1, 0.5, 0.9)] == [500, 2500, 4500]
     names = [
         question_name(0.9),
         question_name(0.9, "aps"),
@@ -236,6 +238,9 @@ def test_whose_coverage_it_is():
     with pytest.raises(ValueError, match="calibrated for head='ml', and now 'sccp' answers"):
         stored_coverage(other, 0.9)
     assert recorded_levels(other) == []
+    other.calibration = {"head": "sccp"}
+    assert stored_coverage(other, 0.9) == 0.2 and recorded_levels(other) == [0.9, 0.95]
+    assert stored_coverage(SimpleNamespace(num_labels=3, score="logit", coverage={"lac": {"0.9": -3.5}}), 0.9) == -3.5
 
 
 def test_a_record_that_is_in_order():
@@ -255,8 +260,9 @@ def test_a_record_that_is_in_order():
         ({"class_counts": (0,) * 6}, r"\['class_counts'\] must hold 6 whole numbers"),
         ({"class_counts": [0.0] * 6}, r"\['class_counts'\] must hold 6"),
         ({"lac": {0.9: 0.5}}, r"\['lac'\] has the key 0\.9, which is no coverage level"),
+        ({"lac": {"0.5": 0.5, "0.9": 7}}, r"\['lac'\]\['0\.9'\]=7 is no probability"),
         ({"per_class": 3}, r"\['per_class'\]=3 must map coverage levels"),
-        ({"per_class": {"0.9": {"own": {}}}}, "must hold 'own', 'pooled' and 'pooled_from'"),
+        ({"per_class": {"0.9": {"own": {}}}}, r"=\{'own': \{\}\} must hold 'own', 'pooled' and 'pooled_from'"),
         ({"per_class": {"0.9": {**part, "own": {0: 0.5}}}}, "has a key that is no class"),
         ({"per_class": {"0.9": {**part, "own": {"x": 0.5}}}}, "has a key that is no class"),
         ({"per_class": {"0.9": {**part, "own": {"0": 1.5}}}}, r"\['own'\]\['0'\]=1\.5 is no probability"),
@@ -286,11 +292,17 @@ def test_questions_at_the_borders():
     assert answer(scores, config, lambda_val=0, min_size=2, max_size=2).int().tolist() == [[1, 1, 0, 0]]
     assert check_request(config) == ("scores", 0.25) and check_request(config, lambda_val=-1) == ("scores", -1)
     assert check_request(config, cumulative=1) == ("cumulative", 1)
+    assert check_request(config, max_size=0) == ("scores", 0.25)
+    for how, name in (({"method": "aps"}, "method='aps'"), ({"per_class": True}, "per_class")):
+        with pytest.raises(ValueError, match=f"^{name} says how a coverage is reached: give one too"):
+            check_request(config, **how)
     record = {"raps": {"0.5": 0.75}, "aps": {"0.5": 0.75}, "k_reg": 2, "penalty": 0.25}
     config.coverage = record  # before the classes stand 0, 0.5, 0.75, 0.875
     assert answer(scores, config, coverage=0.5, method="aps").int().tolist() == [[1, 1, 1, 0]]
     assert answer(scores, config, coverage=0.5, method="raps").int().tolist() == [[1, 1, 0, 0]]
     record["raps"]["0.5"] = 1.0  # 0.75 + 0.25 for the third
+    assert answer(scores, config, coverage=0.5, method="raps").int().tolist() == [[1, 1, 1, 0]]
+    record |= {"raps": {"0.5": 0.75 + 0.1}, "penalty": 0.1}  # in double precision
     assert answer(scores, config, coverage=0.5, method="raps").int().tolist() == [[1, 1, 1, 0]]
     for question in ({"min_size": True}, {"max_size": -1}, {"max_size": False}, {"min_size": 1.0}):
         with pytest.raises(ValueError, match=r"(min|max)_size=.* must be a whole number of classes"):

@@ -1,6 +1,7 @@
 """The model card: what it says, and that the cards in model_cards are what the template gives."""
 
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -8,7 +9,7 @@ from huggingface_hub import ModelCard
 from transformers import TrainerCallback
 
 from avgk_hf.cli import main
-from avgk_hf.model_card import card_of_run, render_card
+from avgk_hf.model_card import CardCallback, card_of_run, render_card
 
 CARDS = sorted((Path(__file__).parent.parent / "model_cards").glob("*/README.md"))
 
@@ -71,12 +72,34 @@ def test_a_card_shows_the_best_evaluation(make_trainer, make_model):
         best, last = (entry for entry in trainer.state.log_history if "eval_loss" in entry)
         assert best["eval_loss"] < last["eval_loss"] - 10 and trainer.state.best_global_step == 1
         trainer.create_model_card()
-        card = (Path(trainer.args.output_dir) / "README.md").read_text()
-        assert f"| {best['eval_lambda_val']:.6f} |" in card and f"| {last['eval_lambda_val']:.6f} |" not in card
-        assert "after 1 training steps" in card
+        card = ModelCard.load(Path(trainer.args.output_dir) / "README.md")
+        results, calibration = card.content.split("## Results")[1].split("## Calibration")
+        assert f"| {best['eval_lambda_val']:.6f} |" in results and f"| {last['eval_lambda_val']:.6f} |" not in results
+        assert "On validation, with" in results and "after 1 training steps" in calibration
+        shown = {result.metric_type: result.metric_value for result in card.data.eval_results}
+        assert shown == {name: round(best[f"eval_{name}"], 4) for name in shown} and len(shown) == 3
+        assert {result.dataset_split for result in card.data.eval_results} == {"validation"}
         return trainer.state.best_model_checkpoint
 
     trained(trained())
+
+
+def test_the_best_evaluation_is_found_by_its_step():
+    """That of the weights which the thresholds belong to; those on other splits have no step."""
+    log = [{"step": 2, "eval_average_k_accuracy": 0.5, "eval_runtime": 1.0}, {"step": 2, "loss": 3.0}]
+    state, card = SimpleNamespace(global_step=3, log_history=log), CardCallback()
+    card.on_train_begin(None, state, None)
+    card.on_evaluate(None, state, None, metrics={"eval_loss": 1.0, "eval_average_k_accuracy": 0.6, "epoch": 1.0})
+    card.on_evaluate(None, state, None, metrics={"test_loss": 2.0, "test_average_k_accuracy": 0.7})
+    test = {"test": {"loss": 2.0, "average_k_accuracy": 0.7}}
+    for record, expected in (
+        ({"step": 2}, {"validation": {"average_k_accuracy": 0.5}, **test}),
+        ({"step": 3}, {"validation": {"loss": 1.0, "average_k_accuracy": 0.6}, **test}),
+        ({"step": 4}, test),
+        ({}, test),
+        (None, test),
+    ):
+        assert card.results(SimpleNamespace(calibration=record)) == expected
 
 
 def test_a_run_without_results_is_refused(tmp_path):

@@ -245,6 +245,7 @@ def test_a_head_that_stays_keeps_what_was_calibrated_for_it(make_model):
         expected = {"num_examples": 30, "head": "ml", "curve": curve if head == recorded else []}
         assert kept.calibration == expected
     assert model("ml").drop_sccp_head().config.thresholds == {"2": 0.3, "3": 0.1}
+    assert model("ml", "ml").drop_sccp_head().config.coverage == coverage
     both = model("auto")
     assert (
         both.drop_unused_head() is both

@@ -215,11 +215,15 @@ def test_statistics_equal_a_naive_count():
     assert result["few_shot_accuracy"] == pytest.approx(np.mean([by_class[c] for c in (4, 5, 6)]))
 
 
+GIVEN = {1: 6.5 / 64, 2: 3.5 / 64}  # thresholds that are scores
+
+
 def test_everything_in_one_pass_equals_loops():
     """Batches at their positions, in any order: set sizes, questions, sums, ranks and the curve."""
     generator = torch.Generator().manual_seed(2)
     scores = torch.randint(0, 9, (40, 6), generator=generator).add(0.5).div(64)  # ties, which go to the lower class id
-    labels = torch.randint(0, 5, (40,), generator=generator)  # class 5 has no image
+    labels = torch.randint(0, 4, (40,), generator=generator)
+    labels[17] = 4  # the only image of its class; class 5 has none
     questions = {"0.9": lambda p: p >= 0.1, "per_class_0.9": lambda p: p == p.amax(1, keepdim=True)}
     rows = list(zip(scores.tolist(), labels.tolist(), strict=True))
     orders = [sorted(range(6), key=lambda j, row=row: (-row[j], j)) for row, _ in rows]
@@ -231,7 +235,7 @@ def test_everything_in_one_pass_equals_loops():
             stats.update(scores[first : first + 8], labels[first : first + 8], first)
         return stats
 
-    for stats in (filled(), filled(thresholds={1: 0.1, 2: 0.05})):
+    for stats in (filled(), filled(thresholds=GIVEN)):
         assert stats.num_labels == 6 and stats.labels.tolist() == labels.tolist()
         assert stats.column("rank").tolist() == ranks
         assert stats.column("true").tolist() == scores.gather(1, labels[:, None])[:, 0].tolist()
@@ -252,10 +256,12 @@ def test_everything_in_one_pass_equals_loops():
         assert metrics["coverage_per_class_0.9_worst_class"] == stats.answers()["per_class_0.9"]["worst_class"]
         assert metrics["coverage_per_class_0.9_mean_class"] == stats.answers()["per_class_0.9"]["mean_class"]
         assert len(metrics) == 6
-    assert stats.set_sizes(1).tolist() == (scores >= 0.1).sum(1).tolist()
+    assert stats.set_sizes(1).tolist() == (scores >= GIVEN[1]).sum(1).tolist()
+    assert stats.compute()[1]["empty_sets"] == (scores < GIVEN[1]).all(1).float().mean().item() > 0
+    assert stats.compute()[1]["lambda_val"] in scores.amax(1), "no best score equals the threshold"
     assert [result["mean_set_size"] for result in stats.compute().values()] == [
-        (scores >= 0.05).sum().item() / 40,
-        (scores >= 0.1).sum().item() / 40,
+        (scores >= GIVEN[2]).sum().item() / 40,
+        (scores >= GIVEN[1]).sum().item() / 40,
     ]
     stats = filled()
     with pytest.raises(ValueError, match="set sizes per image are known only with given thresholds"):
@@ -275,7 +281,7 @@ def test_everything_in_one_pass_equals_loops():
     record = stats.coverage([0.5, 0.9], per_class=True, k=2.4)
     assert record["k_reg"] == 2 and record["class_counts"] == torch.bincount(labels, minlength=6).tolist()
     assert record["aps"]["0.5"] == sorted(sums)[math.ceil(41 * 0.5) - 1]
-    assert set(SetStatistics.coverage(filled(thresholds={1: 0.1, 2: 0.05}), [0.5], False, 2)) >= {"lac", "aps", "raps"}
+    assert set(SetStatistics.coverage(filled(thresholds=GIVEN), [0.5], False, 2)) >= {"lac", "aps", "raps"}
     plain = SetStatistics([1], 40)
     plain.update(scores, labels)
     assert set(plain.coverage([0.5], False, 1)) == {"num_examples", "lac"}
@@ -314,6 +320,16 @@ def test_statistics_refuse():
         class_means(np.ones(1), np.zeros(1, int), 3, np.array([1, 2]))
 
 
+def test_columns_lie_where_they_are_wanted():
+    for thresholds in (None, {1: 0.5}):
+        stats = [SetStatistics([1], 4, thresholds, mass=True, questions={"q": None}) for _ in range(2)]
+        columns = [stats[0].columns(), stats[1].columns("meta")]
+        assert {column.device.type for column in columns[0].values()} == {"cpu"}
+        assert {column.device.type for column in columns[1].values()} == {"meta"}
+        assert columns[1]["mass"].dtype == torch.float64 and columns[1]["true"].dtype == torch.float32
+        assert {"q size", "q hit"} <= set(columns[1]) and ("1" in columns[1]) == (thresholds is not None)
+
+
 def test_the_sizes_of_the_curve():
     steps = [1, 1.1, 1.2, 1.35, 1.5, 1.75, 2, 2.5, 3, 4, 5, 6, 8]
     assert curve_ks(1) == [1] and curve_ks(1.05) == [1, 1.05]
@@ -330,6 +346,11 @@ def test_shot_borders():
         "medium_shot_accuracy": 0.5,
         "many_shot_accuracy": 1.0,
     }
+
+
+def test_classes_without_images_do_not_count():
+    means = class_means(np.array([1, 0, 1]), np.array([0, 1, 1]), 4, np.array([5, 5, 5, 500]))
+    assert means == {"macro_accuracy": 0.75, "few_shot_accuracy": 0.75}
 
 
 def test_heads_and_scores():

@@ -280,7 +280,7 @@ def test_every_head_is_scored_in_the_same_pass(make_trainer, splits):
     assert {f"test_average_k_accuracy_{head}" for head in HEADS} <= set(test)
 
 
-def test_what_a_calibration_stores(make_trainer, make_model):
+def test_what_a_calibration_stores(make_trainer, make_model, splits):
     """For a fixed head, for one that is chosen, and where there is only one."""
     for fields in ({"head": "sccp"}, {"head": "auto"}, {"objective": "ce"}):
         trainer = make_trainer(model=make_model(**fields), calibrate_coverage=[0.9, 0.5], calibrate_per_class=True)
@@ -304,10 +304,10 @@ def test_what_a_calibration_stores(make_trainer, make_model):
         for key, lambda_val in config.thresholds.items():
             answers = trainer._statistics[config.heads.get(key, head)]
             assert lambda_val == answers.compute()[float(key)]["lambda_val"]
-    part = trainer.eval_dataset.select(range(20))
-    part._split = None
-    trainer.evaluate(part, calibrate=True)
-    assert (config.calibration["num_examples"], config.calibration["split"]) == (20, "validation")
+    part = torch.utils.data.Subset(trainer.eval_dataset, range(20))  # which does not say what it is
+    for dataset, n, split in ((part, 20, "validation"), (prepare(splits["test"], config), 30, "test")):
+        trainer.evaluate(dataset, calibrate=True)
+        assert (config.calibration["num_examples"], config.calibration["split"]) == (n, split)
 
 
 def test_single_head_models_report_one_accuracy(make_trainer, make_model):
