@@ -1,5 +1,6 @@
 """The published study of glyphs: its table follows from the stored runs, and a stored run from the code."""
 
+import json
 import shutil
 from pathlib import Path
 
@@ -11,6 +12,8 @@ from avgk_hf.cli import main
 from avgk_hf.compare import train_run
 from avgk_hf.comparison import finished, num_epochs, plan, read_comparison
 from avgk_hf.sets import k_key
+from benchmarks.demo import table
+from benchmarks.processors import SETTINGS
 
 ROOT = Path(__file__).parent.parent
 STUDY = ROOT / "recipes" / "glyphs" / "compare.yaml"
@@ -57,6 +60,15 @@ def test_published_tables_are_those_of_the_report(page):
     reports = "\n".join(path.read_text() for path in (ROOT / "results").rglob("*.md"))
     rows = [line for line in (ROOT / page).read_text().splitlines() if line.startswith("|") and " ± " in line]
     assert rows and not [row for row in rows if row not in reports]
+
+
+def test_the_demos_table_follows_from_its_runs():
+    """Mean and range over seeds and processors, in the README as `python -m benchmarks.demo` computes them."""
+    runs = json.loads((ROOT / "results" / "demo" / "runs.json").read_text())
+    seeds, processors = ({entry[name] for entry in runs} for name in ("seed", "processor"))
+    assert len(runs) == len(seeds) * len(processors) and processors == {"this machine", *SETTINGS}
+    text, readme = table(runs, k=3), (ROOT / "README.md").read_text()
+    assert text in readme and f"of {len(runs)} runs" in " ".join(readme.split()) and len(seeds) >= 3
 
 
 def test_a_published_run_can_be_trained_again(comparison):
