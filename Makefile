@@ -9,7 +9,7 @@ demo: $(VENV)/installed
 	$(PY) -m avgk_hf.cli demo
 
 test: $(VENV)/installed
-	$(PYTEST)
+	$(PYTEST) -m "not long"
 
 # every test that trains or compares numbers, computed as other processors compute
 test-portable: $(VENV)/installed

@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 import torch
 from filelock import FileLock
+from forked import Forks
 from PIL import Image
 from transformers import ViTConfig, ViTForImageClassification, ViTImageProcessor
 
@@ -108,6 +109,14 @@ def trained_run(tmp_path_factory, image_folder):
         assert main(["train", str(folder / "recipe.yaml")]) == 0
 
     return made_once(tmp_path_factory, "trained", make) / "run"
+
+
+@pytest.fixture(scope="session")
+def forks(tmp_path_factory):
+    """Runs programs in new processes that have imported what others publish, and not this package."""
+    home = {"HF_HOME": str(tmp_path_factory.mktemp("home")), "HF_HUB_OFFLINE": "1"}
+    with Forks({**os.environ, "PYTHONPATH": str(Path(__file__).parent.parent), **home}) as forks:
+        yield forks
 
 
 @pytest.fixture(scope="session")

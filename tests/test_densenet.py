@@ -1,9 +1,5 @@
 """DenseNet 40-40 for 32 x 32 images: its size, and that it behaves as any timm model."""
 
-import os
-import subprocess
-import sys
-
 import pytest
 import timm
 import torch
@@ -98,7 +94,7 @@ def test_gradient_checkpointing_changes_nothing():
     assert torch.allclose(*gradients, rtol=1e-4, atol=1e-6) and gradients[0].abs().max() > 0
 
 
-def test_wrapped_model_saves_and_loads(tmp_path):
+def test_wrapped_model_saves_and_loads(forks, tmp_path):
     """With the package, and as remote code without it."""
     torch.manual_seed(0)
     model = AvgKForImageClassification.from_timm(NAME, num_labels=12, k=2).eval()
@@ -116,8 +112,6 @@ def test_wrapped_model_saves_and_loads(tmp_path):
         "images = torch.arange(2 * 3 * 32 * 32).reshape(2, 3, 32, 32) / 6144\n"
         "with torch.no_grad(): print(model(images).logits.sum().item())"
     )
-    environment = {**os.environ, "HF_HUB_OFFLINE": "1", "HF_HOME": str(tmp_path / "home"), "PYTHONPATH": ""}
-    command = [sys.executable, "-c", program, str(tmp_path / "model")]
-    run = subprocess.run(command, capture_output=True, text=True, env=environment, cwd=tmp_path)
-    assert run.returncode == 0, run.stderr
-    assert float(run.stdout.splitlines()[-1]) == pytest.approx(output.logits.sum().item(), abs=1e-3)
+    status, out, err = forks.run(program, tmp_path / "model", folder=tmp_path)
+    assert status == 0, err
+    assert float(out.splitlines()[-1]) == pytest.approx(output.logits.sum().item(), abs=1e-3)

@@ -1,7 +1,7 @@
 """One small model of every timm family: forward, backward, and an exact save and load.
 
 Of each family this is the smallest model, or its smallest part that timm lets one ask for, on the smallest images it
-accepts. A quick subset always runs; the rest has the marker `families`.
+accepts.
 """
 
 import fnmatch
@@ -126,9 +126,7 @@ SLOW = {
 }
 
 
-@pytest.mark.parametrize(
-    "family", [*QUICK, *(pytest.param(family, marks=pytest.mark.families) for family in sorted(SLOW))]
-)
+@pytest.mark.parametrize("family", [*QUICK, *sorted(SLOW)])
 @pytest.mark.filterwarnings("ignore:Initializing zero-element tensors:UserWarning")  # inception_next
 def test_family(family, make_model, tmp_path):
     name, size, model_args = {**QUICK, **SLOW}[family]

@@ -2,9 +2,6 @@
 
 import json
 import logging
-import os
-import subprocess
-import sys
 
 import numpy as np
 import pytest
@@ -177,21 +174,14 @@ print(json.dumps({
 """
 
 
-def test_remote_code_without_the_package(saved, images, tmp_path):
+def test_remote_code_without_the_package(saved, images, forks, tmp_path):
     folder, model, scores, expected = saved
     files = {path.name for path in folder.iterdir()}
     assert {path for path in files if path.endswith(".py")} == {f"{name}.py" for name in REMOTE}
-    environment = {**os.environ, "HF_HUB_OFFLINE": "1", "HF_HOME": str(tmp_path / "home"), "PYTHONPATH": ""}
-    run = subprocess.run(
-        [sys.executable, "-c", WITHOUT_PACKAGE, str(folder), *images],
-        capture_output=True,
-        text=True,
-        env=environment,
-        cwd=tmp_path,
-    )
-    assert run.returncode == 0, run.stderr
-    assert "not supported" not in run.stderr
-    answer = json.loads(run.stdout.splitlines()[-1])
+    status, out, err = forks.run(WITHOUT_PACKAGE, folder, *images, folder=tmp_path)
+    assert status == 0, err
+    assert "not supported" not in err
+    answer = json.loads(out.splitlines()[-1])
     assert answer["thresholds"] == model.config.thresholds
     assert "pip install avgk_hf" in answer["loss_error"]
     assert [item["score"] for item in answer["top1"]] == pytest.approx(scores.amax(1).tolist(), abs=1e-6)

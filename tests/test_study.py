@@ -71,6 +71,7 @@ def test_the_demos_table_follows_from_its_runs():
     assert text in readme and f"of {len(runs)} runs" in " ".join(readme.split()) and len(seeds) >= 3
 
 
+@pytest.mark.long
 def test_a_published_run_can_be_trained_again(comparison):
     """The shortest run that is reported, from nothing: the same data, and one more result like those of its seeds.
 

@@ -2,6 +2,7 @@
 
 import contextlib
 import json
+import multiprocessing
 import os
 import shutil
 import sqlite3
@@ -90,25 +91,23 @@ def test_trials_never_read_the_test_split(recipe, image_folder, tmp_path, capsys
 def test_a_killed_sweep_goes_on_and_workers_share_it(recipe, tmp_path):
     """kill -9 after the first trial; then two workers finish the rest together."""
     out = tmp_path / "sweep"
-    search = ["--search", "alpha=0.01,1,30", "--num_train_epochs", "1", "--out", str(out)]
-    command = [sys.executable, "-m", "avgk_hf.cli", "sweep", str(recipe), *search]
-    env = {**os.environ, "OMP_NUM_THREADS": "1"}
-    with open(tmp_path / "log", "w") as log:
-        worker = subprocess.Popen(command, env=env, stdout=log, stderr=log)
-        for _ in range(1200):
-            time.sleep(0.1)
-            if worker.poll() is not None or number_completed(out):
-                break
-        worker.kill()
-        worker.wait()
-    assert number_completed(out), (tmp_path / "log").read_text()
+    command = ["sweep", str(recipe), "--search", "alpha=0.01,1,30", "--num_train_epochs", "1", "--out", str(out)]
+    process = multiprocessing.get_context("fork").Process  # forked: it imports nothing
+    worker = process(target=main, args=(command,))
+    worker.start()
+    deadline = time.monotonic() + 240
+    while not number_completed(out) and worker.is_alive() and time.monotonic() < deadline:
+        time.sleep(0.05)
+    worker.kill()
+    worker.join()
     before = completed(out)
-    workers = [
-        subprocess.Popen(command, env=env, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
-        for _ in range(2)
-    ]
-    texts = [worker.communicate(timeout=200)[0] for worker in workers]
-    assert [worker.returncode for worker in workers] == [0, 0], texts
+    assert before
+    workers = [process(target=lambda: sys.exit(main(command))) for _ in range(2)]
+    for worker in workers:
+        worker.start()
+    for worker in workers:
+        worker.join(200)
+    assert [worker.exitcode for worker in workers] == [0, 0]
     after = completed(out)
     assert all(trial in after for trial in before)
     assert {parameters["alpha"] for parameters, _ in after} == {0.01, 1, 30}

@@ -1,9 +1,6 @@
 """Recipes: how they are read, what they refuse, and the whole way of an image through one."""
 
 import json
-import os
-import subprocess
-import sys
 
 import pytest
 import torch
@@ -12,7 +9,7 @@ from avgk_hf import AvgKForImageClassification, load_splits, prepare
 from avgk_hf.train import describe_fields, main, parse_recipe
 
 
-def test_the_whole_way(recipe, image_folder, tmp_path):
+def test_the_whole_way(recipe, image_folder, forks, tmp_path):
     """Recipe -> two epochs -> checkpoint -> from_pretrained in a new process -> the same sets."""
     main([str(recipe)])
     run = tmp_path / "run"
@@ -31,9 +28,9 @@ def test_the_whole_way(recipe, image_folder, tmp_path):
 
     folder, names = image_folder / "test", model.config.id2label
     images = [str(path) for name in names.values() for path in sorted((folder / name).glob("*.png"))]
-    environment = {**os.environ, "HF_HUB_OFFLINE": "1"}
-    command = [sys.executable, "-m", "avgk_hf.cli", "predict", str(run), *images, "--json"]
-    output = subprocess.run(command, capture_output=True, text=True, env=environment, check=True).stdout
+    predict = "import sys\nfrom avgk_hf.cli import main\nsys.exit(main(['predict', *sys.argv[1:], '--json']))"
+    status, output, error = forks.run(predict, run, *images, folder=tmp_path)
+    assert status == 0, error
     by_name = {item["image"]: [found["label"] for found in item["set"]] for item in json.loads(output)}
     transform = prepare(test, model.config)
     paths = [row["image"]["path"] for row in test.cast_column("image", test.features["image"].__class__(decode=False))]
