@@ -1,5 +1,6 @@
 """Small real data and models shared by the tests; nothing here needs a network."""
 
+import gc
 import os
 import signal
 from pathlib import Path
@@ -38,6 +39,14 @@ LONGEST = (
 )
 # whose tests neither train nor compare numbers; all others are run by `make test-portable` too
 NO_NUMBERS = ("test_app", "test_archives", "test_docs", "test_layers", "test_security")
+
+
+def pytest_collection_finish():
+    gc.freeze()  # accelerate collects garbage after every training, and most of the heap are imported modules
+
+
+def pytest_unconfigure():
+    gc.unfreeze()
 
 
 def pytest_collection_modifyitems(items):

@@ -118,11 +118,11 @@ def test_a_killed_sweep_goes_on_and_workers_share_it(recipe, tmp_path):
 def test_no_trial_is_cut_short(recipe, tmp_path):
     """Trainings below the median of those before are finished too, so that every mean is over the same seeds."""
     out = tmp_path / "sweep"
-    search = ["--search", "learning_rate=0.05,0.1,1.0e-6", "--seeds", "3", "--num_train_epochs", "2"]
+    search = ["--search", "learning_rate=0.1,1.0e-6", "--seeds", "3", "--num_train_epochs", "2"]
     assert main(["sweep", str(recipe), *search, "--out", str(out)]) == 0
-    assert len(completed(out)) == 9
+    assert len(completed(out)) == 6  # optuna would begin to cut after five
     found = json.loads((out / "sweep.json").read_text())
-    assert [(row["n"], row["diverged"]) for row in found["summary"]] == [(3, 0)] * 3
+    assert [(row["n"], row["diverged"]) for row in found["summary"]] == [(3, 0)] * 2
 
 
 def test_an_interrupted_trial_is_trained_again(recipe, tmp_path, capsys, caplog, monkeypatch):
