@@ -127,6 +127,7 @@ if __name__ == "__main__":
     asked = [name for name in sys.argv[1:] if not name.startswith("--")] or list(GROUPS)
     for group in asked:
         if "--again" in sys.argv:
+            (FOLDER / group / "mutants" / "mutmut-stats.json").unlink()  # which test runs what may have changed
             mutmut(group, survivors(group))
         elif "--table" not in sys.argv:
             run(group)
