@@ -3,8 +3,8 @@
 `python tests/mutation.py losses sets` takes these groups only, `--again` those mutants that survived before, and
 `--table` prints what is known. `cd runs/mutants/sets && mutmut show MUTANT` prints one of the faults.
 
-What an error says is not mutated, only whether there is one: texts are asserted by tests of their own, as patterns.
-Decorated functions are not either, because mutmut leaves them alone.
+What an error, a warning or a progress bar says is not mutated, only whether there is one: texts are asserted by tests
+of their own, as patterns. Decorated functions are not either, because mutmut leaves them alone.
 """
 
 import gc
@@ -79,7 +79,7 @@ def run(group: str) -> None:
     options = {
         "source_paths": ["avgk_hf"],
         "only_mutate": files,
-        "do_not_mutate_patterns": [r"^\s*raise ", r"^\s*logger\.warning"],
+        "do_not_mutate_patterns": [r"^\s*raise ", r"^\s*logger\.warning", r"\btqdm\("],
         "pytest_add_cli_args": [part for plugin in plugins for part in ("-p", plugin)],
         "pytest_add_cli_args_test_selection": tests,
         "process_isolation": "forkserver",  # torch is imported once, and no test has run where a mutant begins
@@ -127,6 +127,7 @@ if __name__ == "__main__":
     asked = [name for name in sys.argv[1:] if not name.startswith("--")] or list(GROUPS)
     for group in asked:
         if "--again" in sys.argv:
+            (FOLDER / group / "mutants" / "mutmut-stats.json").unlink()  # which test runs what may have changed
             mutmut(group, survivors(group))
         elif "--table" not in sys.argv:
             run(group)

@@ -172,6 +172,10 @@ def test_what_is_stored_for_a_classifier_of_another_class(splits, tmp_path):
     config.score = "sigmoid"  # which does not sum to 1
     calibrate(model, splits["test"], k=[2], **levels)
     assert config.calibration["split"] == "test"
+    nameless = splits["test"].select(range(30))
+    nameless._split = None
+    calibrate(model, nameless, k=[2], **levels)
+    assert config.calibration["split"] == "validation"
     assert set(config.coverage) == {"num_examples", "lac", "class_counts", "per_class"} and config.score == "sigmoid"
 
 

@@ -179,6 +179,10 @@ def test_what_is_fine():
     assert AvgKConfig(heading=1).heading == 1  # not near enough to a field
     assert config.something_else == 3 and config.output_hidden_states
     assert AvgKConfig(num_labels=6, score="logit", thresholds={"2": -3.5}).threshold(2) == -3.5
+    logit = AvgKConfig(
+        num_labels=6, score="logit", head_thresholds={"ml": {"2": -3.5}}, coverage={"lac": {"0.9": -3.5}}
+    )
+    assert logit.head_thresholds["ml"]["2"] == logit.coverage["lac"]["0.9"] == -3.5
     assert AvgKConfig(score="sigmoid").problem_type == "multi_label_classification"
     assert AvgKConfig().problem_type is None
     assert AvgKConfig(num_labels=2, train_counts=[0, 0]).train_counts == [0, 0]

@@ -157,8 +157,9 @@ def test_levels_ranks_and_names():
                 takes = rf"coverage={level} cannot be calibrated on {n} image.*takes {enough_images(level)} at least"
                 with pytest.raises(ValueError, match=takes):
                     conformal_quantile(values, level)
-    values = np.random.default_rng(0).permutation(5000)
-    assert [conformal_quantile(values, level) for level in (0.1, 0.5, 0.9)] == [500, 2500, 4500]
+    for seed in range(50, 66):  # the neighbour of a selected value is mostly in its place too, but not always
+        values = np.random.default_rng(seed).permutation(4999)
+        assert [conformal_quantile(values, level) for level in (0.1, 0.5, 0.9)] == [499, 2499, 4499]
     names = [
         question_name(0.9),
         question_name(0.9, "aps"),

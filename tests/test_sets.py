@@ -112,14 +112,14 @@ def test_streaming_off_the_cpu_path_equals_numpy(monkeypatch):
     assert isinstance(stream._held, torch.Tensor)
     assert stream.compute() == expected
     assert stream.mean_set_sizes() == {k: (scores >= v).sum().item() / 200 for k, v in expected.items()}
-    for seed in range(60):  # few scores, so that those next to the cut come at any time
-        scores = torch.rand(12, 8, generator=torch.Generator().manual_seed(seed))
-        expected, stream = sorted_threshold(scores.numpy(), 1.5), AverageKThreshold([1.5], 12)
-        with monkeypatch.context() as patch:
-            patch.setattr(torch.Tensor, "numpy", lambda self: self)
-            for batch in scores.split(1):
-                stream.update(batch)
-        assert stream.compute() == {1.5: expected}
+    # 38 values are held, then the best 19 of them, 100 to 82; 82.5 comes later, and is the 19th of all
+    scores = torch.tensor([*range(100, 62, -1), 82.5, *range(9)], dtype=torch.float32).reshape(12, 4)
+    expected, stream = sorted_threshold(scores.numpy(), 1.5), AverageKThreshold([1.5], 12)
+    monkeypatch.setattr(torch.Tensor, "numpy", lambda self: self)
+    for batch in scores.split(1):
+        stream.update(batch)
+    monkeypatch.undo()
+    assert stream.compute() == {1.5: expected} == {1.5: (83 + 82.5) / 2}
 
 
 def test_half_precision_scores_are_widened():
@@ -569,6 +569,11 @@ def test_ranks_against_loops():
     assert ranked_sets(equal, inside) == ranked_mass(equal)[0].tolist() == [list(range(3000))] * 2
     assert within_bounds(equal, inside, 0, 1700).int().argmin(1).tolist() == [1700, 1700]
     assert within_bounds(equal, ~inside, 1700).int().argmin(1).tolist() == [1700, 1700]
+    few = torch.randint(0, 3, (2, 3000), generator=generator) / 4
+    order = [sorted(range(3000), key=lambda j, row=row: (-row[j], j)) for row in few.tolist()]
+    assert [set(row) for row in ranked_sets(few, within_bounds(few, inside, 0, 1700))] == [
+        set(o[:1700]) for o in order
+    ]
     assert ranked_sets(torch.tensor([[-math.inf, -1.0]]), torch.tensor([[True, True]])) == [[1, 0]]
 
 
