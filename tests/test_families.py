@@ -126,7 +126,9 @@ SLOW = {
 }
 
 
-@pytest.mark.parametrize("family", [*QUICK, *sorted(SLOW)])
+@pytest.mark.parametrize(
+    "family", [*QUICK, *(pytest.param(family, marks=pytest.mark.long) for family in sorted(SLOW))]
+)
 @pytest.mark.filterwarnings("ignore:Initializing zero-element tensors:UserWarning")  # inception_next
 def test_family(family, make_model, tmp_path):
     name, size, model_args = {**QUICK, **SLOW}[family]

@@ -168,6 +168,7 @@ def test_the_rate_is_scaled_from_the_one_that_is_searched(recipe):
     assert _scaled(sweep, values) == {"learning_rate": pytest.approx(0.1 * 8 / 16)}
 
 
+@pytest.mark.long
 @pytest.mark.timeout(600)
 def test_ray_does_the_same(recipe, tmp_path):
     """In a process of its own: ray cannot send a trainer to its workers after another one was used."""
