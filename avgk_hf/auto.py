@@ -5,7 +5,6 @@ plug-ins. So it waits until the module is imported whose lists are meant, and is
 before. It takes public functions of the libraries only; lazy entries in their lists would need private ones.
 """
 
-import importlib.abc
 import sys
 import threading
 from importlib.machinery import ModuleSpec
@@ -72,18 +71,14 @@ class _Registration(threading.local):
                 WAITING.pop(module, None)
 
 
-class _CountingLoader(importlib.abc.Loader):
-    """A module's own loader, which the module gets back before it runs."""
+class _CountingLoader:
+    """In place of a module's own loader, which the module gets back before it runs."""
 
     def __init__(self, loader: Any, registration: _Registration) -> None:
         self.loader, self.registration = loader, registration
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self.loader, name)
-
-    def create_module(self, spec: ModuleSpec) -> ModuleType | None:
-        """As the loader does."""
-        return self.loader.create_module(spec)
 
     def exec_module(self, module: ModuleType) -> None:
         """Run the module, and register if it was no part of another import."""

@@ -60,7 +60,7 @@ def main(arguments: list[str] | None = None) -> int:
         parser.error(f"unrecognized arguments: {' '.join(unknown)}")
     args.overrides = unknown
     try:
-        file = open_log(log) if log else None
+        file = None if log is None else open_log(log)
     except OSError as error:
         print(f"avgk: nothing can be logged to {log} ({error}).", file=sys.stderr)
         return 2
