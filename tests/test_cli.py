@@ -210,7 +210,7 @@ def test_what_is_printed_can_be_logged(model_folder, image_folder, tmp_path, cap
         assert main([*words, "card", str(tmp_path)]) == 2
         first, second = (tmp_path / f"{number}.log").read_text().splitlines()
         assert first.endswith(f"avgk card {tmp_path}") and second.startswith("avgk card: ")
-    assert main([f"--log={tmp_path / 'train.log'}", "train", "--seed", "1", "nowhere.yaml"]) == 2
+    assert main([f"--log={tmp_path / 'train.log'}", "train", "nowhere.yaml", "--seed", "1"]) == 2
     assert "there is no recipe" in (tmp_path / "train.log").read_text()
     assert main(["--log", str(tmp_path), "card", str(model_folder)]) == 2
     assert f"nothing can be logged to {tmp_path}" in capsys.readouterr().err
