@@ -24,7 +24,7 @@ from datasets import Dataset, DatasetDict
 from transformers import EarlyStoppingCallback, HfArgumentParser, set_seed
 from transformers.utils import logging
 
-from . import __version__, auto  # noqa: F401  (auto makes the Auto classes know the model)
+from . import __version__
 from .backbones import MOST_CHANNELS, MOST_SIDE
 from .configuration import OBJECTIVES, SCOPES
 from .data import class_counts, load_splits, prepare, skip_bad_images

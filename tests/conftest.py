@@ -38,7 +38,7 @@ LONGEST = (
     "test_export",
 )
 # whose tests neither train nor compare numbers; all others are run by `make test-portable` too
-NO_NUMBERS = ("test_app", "test_archives", "test_docs", "test_layers", "test_security")
+NO_NUMBERS = ("test_app", "test_archives", "test_auto", "test_docs", "test_layers", "test_security")
 
 
 def pytest_collection_finish():

@@ -1027,7 +1027,7 @@ def test_one_image_and_missing_images(tmp_path, saved_model):
     one = classes([0], CLASSES)
     one.save_to_disk(tmp_path / "one")
     split = load_splits(str(tmp_path / "one"))["train"]
-    from avgk_hf.calibrate import calibrate
+    from avgk_hf.evaluation import calibrate
 
     model = AvgKForImageClassification.from_pretrained(saved_model.folder)
     metrics = calibrate(model, split, k=[1])

@@ -15,13 +15,14 @@ LAYERS = [
     {"metrics", "processes"},
     {"data", "modeling", "losses"},
     {"auto", "training_args", "model_card", "hub", "runs"},
-    {"trainer", "report"},
-    {"calibrate"},
+    {"classifiers", "trainer", "report"},
+    {"evaluation"},
     {"app", "export", "plots"},
     {"space", "train"},
     {"comparison", "demo", "sweep"},
     {"verdict"},
     {"compare"},
+    {"commands"},
     {"cli"},
 ]
 REMOTE = {

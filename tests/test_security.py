@@ -63,7 +63,7 @@ from avgk_hf import (
 )
 from avgk_hf.app import MOST_PIXELS, build_page, launch, upload_folder
 from avgk_hf.backbones import MODEL_ARGS, MOST_SIDE, check_model_args, create_backbone, known_cfg
-from avgk_hf.calibrate import image_processor, load_classifier, transform_for
+from avgk_hf.classifiers import image_processor, load_classifier, transform_for
 from avgk_hf.cli import main
 from avgk_hf.comparison import plan, read_comparison
 from avgk_hf.data import image_files, open_image
@@ -740,9 +740,9 @@ ELSEWHERE = {
     ("images.py", "open"): "for reading",
     ("glyphs.py", "save"): "into memory",
     ("export.py", "save"): "into a temporary folder",
-    ("calibrate.py", "save_pretrained"): "into the folder of `replacing`",
-    ("calibrate.py", "save"): "into the file of `new_file`",
-    ("cli.py", "save"): "into the file of `new_file`",
+    ("classifiers.py", "save_pretrained"): "into the folder of `replacing`",
+    ("classifiers.py", "save"): "into the file of `new_file`",
+    ("card.py", "save"): "into the file of `new_file`",
     ("configuration.py", "to_json_file"): "into the file of `new_file`",
     ("modeling.py", "save_pretrained"): "into the folder of `replacing`; of other processes nothing",
     ("plots.py", "savefig"): "into the file of `new_file`",
