@@ -54,6 +54,7 @@ def test_imports_go_down():
             allowed = level[other] < level[own] or (own, other) in {
                 ("trainer", "training_args"),
                 ("modeling", "losses"),
+                ("configuration", "losses"),  # what a loss states about itself, where the package is installed
             }
             assert allowed, f"{path.name} ({own}) imports {other}"
 

@@ -1613,16 +1613,7 @@ def test_absurd_json_is_one_line_data(text, image_folder, tmp_path, monkeypatch,
 
 def test_searches_without_end_are_refused(tmp_path, capsys):
     (tmp_path / "recipe.yaml").write_text(RECIPE)
-    fields = (
-        "alpha",
-        "beta",
-        "epsilon",
-        "role_lambda",
-        "theta_lr",
-        "learning_rate",
-        "weight_decay",
-        "num_train_epochs",
-    )
+    fields = ("learning_rate", "weight_decay", "num_train_epochs", "warmup_steps", "max_grad_norm", "lr_gamma")
     values = "{" + ", ".join(f"{name}: {list(range(1, 1000))}" for name in fields) + "}"
     (tmp_path / "sweep.yaml").write_text(f"recipe: recipe.yaml\nsearch: {values}\n")
     (tmp_path / "compare.yaml").write_text(f"recipe: recipe.yaml\nlosses: {{ce: {{}}}}\nk: [2]\nshared: {values}\n")
@@ -1837,7 +1828,7 @@ def test_every_command_stays_inside_the_folder(command, secret, make_model, tmp_
     folder = write_folder(tmp_path / "trees")
     (folder / "test" / "ash" / "1.png").symlink_to(secret)
     (tmp_path / "recipe.yaml").write_text(RECIPE.replace("glyphs", "trees"))
-    (tmp_path / "compare.yaml").write_text("{recipe: recipe.yaml, losses: {ce: {}}, shared: {alpha: [1]}, k: [1]}")
+    (tmp_path / "compare.yaml").write_text("{recipe: recipe.yaml, losses: {ce: {}}, shared: {lr_gamma: [1]}, k: [1]}")
     if command in ("calibrate", "evaluate", "export"):
         model = make_model(num_labels=2, k=1, id2label={0: "ash", 1: "elm"})
         model.config.set_calibration({1: 0.5}, record={})
