@@ -18,6 +18,8 @@ _WHERE = {
     "SetSizeMonitor": "monitor",
     "average_k_threshold": "sets",
     "predict_sets": "sets",
+    "calibrate": "evaluation",
+    "load_classifier": "classifiers",
     "load_splits": "data",
     "prepare": "data",
 }
@@ -27,10 +29,11 @@ __all__ = ["__version__", *_WHERE]
 def __getattr__(name: str) -> Any:
     if name not in _WHERE:
         raise AttributeError(f"module 'avgk_hf' has no attribute {name!r}")
-    if name.startswith("AvgK"):
-        importlib.import_module("avgk_hf.auto")  # AutoModelForImageClassification and the like then know the model
     return getattr(importlib.import_module(f"avgk_hf.{_WHERE[name]}"), name)
 
 
 def __dir__() -> list[str]:
     return __all__
+
+
+importlib.import_module("avgk_hf.auto")  # transformers and timm then know the models, as soon as they are imported

@@ -26,7 +26,7 @@ import numpy as np
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from .calibrate import load_classifier, model_scores, transform_for
+from .classifiers import load_classifier, model_scores, transform_for
 from .conformal import answer, check_request, recorded_levels
 from .data import image_files
 from .data.glyphs import CHARACTERS, class_name, draw

@@ -25,7 +25,6 @@ from transformers import PrinterCallback, ProgressCallback, TrainerCallback
 
 from . import __version__
 from .comparison import (
-    K_FREE,
     SCORES,
     Comparison,
     Results,
@@ -364,7 +363,7 @@ def describe(comparison: Comparison, workers: int) -> str:
         at = "once for all K" if tuned == [None] else f"for K = {', '.join(k_key(k) for k in tuned)}"
         count = len(tuned) * len(comparison.configurations(loss))
         lines.append(f"  {loss}: {count} trainings to tune it ({at}), {number} to report")
-    if comparison.tune_k is None and any(comparison.objective(loss) in K_FREE for loss in comparison.losses):
+    if comparison.tune_k is None and not all(comparison.loss(loss).needs_k for loss in comparison.losses):
         lines.append("  losses without K are trained again for each K that prefers other hyperparameters")
     if comparison.more_data and comparison.on_glyphs:
         lines.append(f"  {comparison.baseline} on {comparison.more_data} times the training images")

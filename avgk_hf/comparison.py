@@ -16,21 +16,21 @@ from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any
 
-from .configuration import OBJECTIVES
 from .files import write_text
+from .losses import LOSSES, Loss, every_hyperparameter
 from .sets import check_k, k_key
 from .shell import is_secret
 from .train import (
     DataArguments,
     ModelArguments,
     check_combinations,
+    model_arguments,
     parse_recipe,
     read_recipe,
 )
 from .training_args import AvgKTrainingArguments
 
 SCORES = ("softmax", "sigmoid")
-K_FREE = ("ce", "an")  # losses that do not depend on K: trained once, calibrated for every K
 SET_HERE = ("objective", "k", "calibrate_k", "seed", "seeds", "output_dir")  # by the comparison, not by its user
 Results = dict[str, Any]  # the content of one JSON file
 
@@ -80,13 +80,20 @@ class Comparison:
         if not isinstance(self.shared, dict):
             raise ValueError(f"shared={self.shared!r} must map fields to lists of values.")
         self.losses = {name: own or {} for name, own in self.losses.items()}
-        known = {item.name for block in (ModelArguments, AvgKTrainingArguments) for item in fields(block)}
-        for place, own in [("shared", self.shared), *self.losses.items()]:
+        for name, own in self.losses.items():
             if not isinstance(own, dict):
-                raise ValueError(f"{place}: {own!r} must map fields to values, e.g. `{place}: {{}}`.")
+                raise ValueError(f"{name}: {own!r} must map fields to values, e.g. `{name}: {{}}`.")
+            if self.objective(name) not in LOSSES or not re.fullmatch(r"[\w.+-]+", name):
+                raise ValueError(
+                    f"losses: {name!r} is unknown; choose among {', '.join(LOSSES)}, or set `objective:`."
+                )
+        blocks = {name: (model_arguments(self.objective(name)), AvgKTrainingArguments) for name in self.losses}
+        known = {loss: {item.name for block in blocks[loss] for item in fields(block)} for loss in self.losses}
+        of_all = set.intersection(*known.values())
+        for place, own in [("shared", self.shared), *self.losses.items()]:
             for name, values in own.items():
                 if (
-                    name not in known
+                    name not in known.get(place, of_all)
                     or is_secret(name)
                     or (name in SET_HERE and (place == "shared" or name != "objective"))
                 ):
@@ -94,11 +101,6 @@ class Comparison:
                 if (isinstance(values, list) or place == "shared") and not _different(values):
                     raise ValueError(f"{place}: {name}={values!r} must be a list of different values.")
             check_combinations(place, [v for v in {**self.shared, **own}.values() if isinstance(v, list)])
-        for name in self.losses:
-            if self.objective(name) not in OBJECTIVES or not re.fullmatch(r"[\w.+-]+", name):
-                raise ValueError(
-                    f"losses: {name!r} is unknown; choose among {', '.join(OBJECTIVES)}, or set `objective:`."
-                )
         if not isinstance(self.baseline, str) or self.baseline not in self.losses:
             raise ValueError(f"baseline={self.baseline!r} is not among the losses {', '.join(self.losses)}.")
         if not _different(self.k):
@@ -116,11 +118,17 @@ class Comparison:
         fixed = {*SET_HERE, *self.shared, *(name for own in self.losses.values() for name in own)}
         for name in flags & fixed:
             raise ValueError(f"--{name} is set by the comparison itself; change it in its file.")
+        for name in flags & every_hyperparameter() - of_all:
+            raise ValueError(f"--{name} belongs to some of the losses only; set it in the file, for each of them.")
         self.arguments  # noqa: B018  (refuses a recipe that cannot be read)
 
     def objective(self, loss: str) -> str:
         """The objective that a loss of the comparison trains with."""
         return str(self.losses[loss].get("objective", loss))
+
+    def loss(self, loss: str) -> type[Loss]:
+        """The class of a loss of the comparison."""
+        return LOSSES[self.objective(loss)]
 
     @functools.cached_property
     def arguments(self) -> tuple[ModelArguments, DataArguments, AvgKTrainingArguments]:
@@ -159,7 +167,7 @@ class Comparison:
 
     def tuned_ks(self, loss: str) -> list[float | None]:
         """The K that a loss is trained for while it is tuned; None for one that does not depend on K."""
-        if self.objective(loss) in K_FREE:
+        if not self.loss(loss).needs_k:
             return [None]
         return list(self.k) if self.tune_k is None else [self.tune_k]
 
@@ -262,7 +270,7 @@ def choose(comparison: Comparison, loss: str, k: float) -> dict[str, Any] | None
         k: The K to report.
     """
     at = k if comparison.tune_k is None else comparison.tune_k
-    runs = tuning_runs(comparison, loss, None if comparison.objective(loss) in K_FREE else at)
+    runs = tuning_runs(comparison, loss, at if comparison.loss(loss).needs_k else None)
     found = [finished(comparison, run) for run in runs]
     if any(result is None for result in found):
         return None
@@ -303,11 +311,11 @@ def plan(comparison: Comparison) -> tuple[list[Run], list[tuple[str, float, int]
         else:
             epochs = num_epochs(comparison, chosen[loss, at]) / comparison.more_data**0.5  # more steps in all
             values = {**chosen[loss, at], "num_train_epochs": max(round(epochs), 1)}
-            k = None if comparison.objective(loss) in K_FREE else at
+            k = at if comparison.loss(loss).needs_k else None
             runs.append(Run("more_data", loss, k, values, comparison.tune_seed, tuple(comparison.k)))
     for seed in range(comparison.seeds):  # seed by seed, so that data are generated once
         for loss in comparison.losses:
-            if comparison.objective(loss) not in K_FREE:
+            if comparison.loss(loss).needs_k:
                 groups = [((k,), chosen[loss, k]) for k in comparison.k]
             else:  # one training for all K with the same hyperparameters
                 own = [chosen[loss, k] for k in comparison.k]
@@ -317,7 +325,7 @@ def plan(comparison: Comparison) -> tuple[list[Run], list[tuple[str, float, int]
                     if values not in own[:i]
                 ]
             for ks, values in groups:
-                k = None if comparison.objective(loss) in K_FREE else ks[0]
+                k = ks[0] if comparison.loss(loss).needs_k else None
                 if values is None:
                     unknown.append((loss, ks[0], seed))
                 else:

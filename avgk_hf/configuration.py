@@ -17,9 +17,10 @@ from transformers import PreTrainedConfig
 from transformers.utils import logging
 
 from .backbones import MOST_LABELS, check_architecture, check_model_args, known_cfg
+from .checks import is_number
 from .conformal import check_coverage
 from .files import new_file
-from .sets import HEADS, SCORES, check_k, check_thresholds, is_number, k_key, stored_head, stored_threshold
+from .sets import HEADS, SCORES, check_k, check_thresholds, k_key, stored_head, stored_threshold
 
 logger = logging.get_logger(__name__)
 
@@ -35,13 +36,12 @@ CUSTOM_PIPELINES = {
         "type": "image",
     }
 }
-OBJECTIVES = ("ce", "avgk", "an", "epr", "role", "topk")
-SCOPES = ("global", "local")
 IMAGE_PROCESSOR = "TimmWrapperImageProcessor"
 DTYPES = ("float16", "bfloat16", "float32", "float64")
 # names in a config.json besides the fields of the class that mean something here
 NOT_FIELDS = ("model_type", "num_labels", "torch_dtype", "name_or_path", "auto_map", "custom_pipelines")
 NOT_FIELDS += ("output_attentions",)
+MOST_LETTERS = 100  # of a word among the hyperparameters
 MOST_NESTED = 20  # mappings and lists inside each other in a JSON file
 
 
@@ -56,13 +56,8 @@ class AvgKConfig(PreTrainedConfig):
             not known here is left out.
         objective: The training loss, a key of `avgk_hf.losses.LOSSES`.
         k: The average set size asked for in training, and the default in prediction. In [1, L).
-        alpha: Weight of the pseudo-labels in the AVG-K loss.
-        beta: Weight of the regulariser in the EPR loss.
-        epsilon: Standard deviation of the noise in the top-K loss.
-        role_lambda: Weight of the regulariser in the ROLE loss.
-        theta_lr: Learning rate of ROLE's label estimates relative to that of the model.
-        candidate_scope: Whether AVG-K chooses its candidates from the batch of all processes (`"global"`) or each
-            process by itself (`"local"`).
+        hyperparameters: Those of the objective, by name, as its class states them; what is not given is the class's
+            default. Each can also be given by its own name, e.g. `AvgKConfig(alpha=5.0)`.
         score: What is thresholded: `"softmax"`, `"sigmoid"` or `"logit"`.
         head: Which head answers: `"ml"`, `"sccp"`, `"mean"` of both heads' scores, or `"auto"`, for each K the one
             with the highest validation accuracy.
@@ -90,12 +85,7 @@ class AvgKConfig(PreTrainedConfig):
     image_processor_type: str = IMAGE_PROCESSOR
     objective: str = "avgk"
     k: float | int = 5
-    alpha: float | int = 1.0
-    beta: float | int = 0.01
-    epsilon: float | int = 1.0
-    role_lambda: float | int = 0.0
-    theta_lr: float | int = 1.0
-    candidate_scope: str = "global"
+    hyperparameters: dict[str, float | int | str] = field(default_factory=dict)
     score: str = "softmax"
     head: str = "ml"
     sccp_head: bool = True
@@ -111,6 +101,7 @@ class AvgKConfig(PreTrainedConfig):
         if INSTALLED:  # the registered classes and pipeline serve; remote code would ask for trust_remote_code
             for name in ("auto_map", "custom_pipelines"):  # to_diff_dict writes both, so a config reads back equal
                 kwargs.pop(name, None)
+        self.hyperparameters = _objective(self.objective, self.hyperparameters, kwargs)
         for name in kwargs:  # any other name is kept as an attribute, as transformers does
             _refuse_misspelt(name)
         check_num_labels(kwargs.get("num_labels"))
@@ -118,17 +109,13 @@ class AvgKConfig(PreTrainedConfig):
             check_dtype(dtype)
         super().__post_init__(**kwargs)
         check_k(self.k)
-        choices = {"objective": OBJECTIVES, "candidate_scope": SCOPES, "score": SCORES, "head": (*HEADS, "auto")}
-        choices["image_processor_type"] = (IMAGE_PROCESSOR,)
+        choices = {"score": SCORES, "head": (*HEADS, "auto"), "image_processor_type": (IMAGE_PROCESSOR,)}
         for name, allowed in choices.items():
             if getattr(self, name) not in allowed:
                 raise ValueError(f"config.{name}={getattr(self, name)!r} is unknown; choose one of {list(allowed)}.")
         check_architecture(self.architecture)
         check_model_args(self.model_args)
         self.pretrained_cfg = known_cfg(self.pretrained_cfg)
-        for name in ("alpha", "beta", "epsilon", "role_lambda", "theta_lr"):
-            if not is_number(getattr(self, name)) or not 0 <= getattr(self, name) < math.inf:
-                raise ValueError(f"config.{name}={getattr(self, name)!r} must be a finite number >= 0, e.g. 1.0.")
         if self.score == "sigmoid":
             self.problem_type = "multi_label_classification"  # the stock pipeline then applies the sigmoid too
         if self.train_counts is not None and len(self.train_counts) != self.num_labels:
@@ -153,7 +140,11 @@ class AvgKConfig(PreTrainedConfig):
         So is a name that is no field: transformers would keep it as an attribute, and act on some of them.
         """
         try:
-            return super().from_dict(cls._known(config_dict, **kwargs), **kwargs)
+            known = cls._known(config_dict, **kwargs)
+            if kwargs.get("objective", known.get("objective")) != known.get("objective"):
+                known |= {"objective": kwargs.pop("objective"), "hyperparameters": {}}
+            known |= {name: kwargs.pop(name) for name in [*kwargs] if name in _every_hyperparameter()}
+            return super().from_dict(known, **kwargs)
         except (ValueError, TypeError, StrictDataclassError) as error:
             if "name_or_path" not in kwargs:  # given by AutoConfig
                 raise
@@ -198,9 +189,10 @@ class AvgKConfig(PreTrainedConfig):
 
     def to_diff_dict(self) -> dict[str, Any]:
         """What is written to config.json: also those defaults that other readers of the file depend on."""
-        stated = ("architecture", "pretrained_cfg", "image_processor_type", "objective", "k", "score", "head")
+        stated = ("architecture", "pretrained_cfg", "image_processor_type", "objective", "hyperparameters", "k")
+        stated += ("score", "head", "sccp_head", "thresholds")
         output = {**super().to_diff_dict(), "auto_map": AUTO_MAP, "custom_pipelines": CUSTOM_PIPELINES}
-        return {**output, **{name: getattr(self, name) for name in (*stated, "sccp_head", "thresholds")}}
+        return {**output, **{name: getattr(self, name) for name in stated}}
 
     def threshold(self, k: float | None = None) -> float:
         """lambda_val of `k` (default: `self.k`); refuses where none was calibrated."""
@@ -279,10 +271,39 @@ def check_dtype(dtype: Any) -> None:
         raise ValueError(f"config.dtype={dtype!r} is unknown; choose one of {list(DTYPES)}.")
 
 
+def installed_losses() -> dict[str, Any]:
+    """The losses, whose classes state all there is to know about them; none in remote code, which trains nothing."""
+    try:  # what is imported elsewhere than in a `try`, transformers wants to be there for remote code as well
+        from avgk_hf.losses import LOSSES
+    except ImportError:
+        return {}
+    return LOSSES if INSTALLED else {}
+
+
+def _every_hyperparameter() -> set[str]:
+    return {name for loss in installed_losses().values() for name in loss.hyperparameters}
+
+
+def _objective(objective: str, given: dict[str, Any], further: dict[str, Any]) -> dict[str, Any]:
+    """The hyperparameters of an objective, with those that `further` names, which are taken out of it."""
+    losses = installed_losses()
+    if losses:
+        if objective not in losses:
+            raise ValueError(f"config.objective={objective!r} is unknown; choose one of {list(losses)}.")
+        own = {name: further.pop(name) for name in [*further] if name in _every_hyperparameter()}
+        return losses[objective].complete({**given, **own}, "config.hyperparameters[{!r}]")
+    for name, value in given.items():
+        is_word = isinstance(value, str) and value.isprintable() and len(value) <= MOST_LETTERS
+        if not is_word and (not is_number(value) or math.isinf(value)):
+            raise ValueError(f"config.hyperparameters[{name!r}]={value!r} must be a finite number or a word.")
+    return given
+
+
 def _refuse_misspelt(name: str) -> None:
     own = [name for name in AvgKConfig.__annotations__ if name not in PreTrainedConfig.__annotations__]
-    near = difflib.get_close_matches(name.lower(), [*own, "num_labels", "id2label", "label2id"], n=1, cutoff=0.75)
-    if near and not hasattr(PreTrainedConfig, name):
+    own += ["num_labels", "id2label", "label2id", *_every_hyperparameter()]
+    near = difflib.get_close_matches(name.lower(), own, n=1, cutoff=0.75)
+    if near and near[0] != name and not hasattr(PreTrainedConfig, name):
         raise ValueError(f"config.{name} is no field of AvgKConfig. Did you mean {near[0]!r}?")
 
 

@@ -46,8 +46,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from .checks import is_number
 from .sets import (
-    is_number,
     predict_sets,
     ranked_mass,
     recorded_head,

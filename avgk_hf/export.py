@@ -26,7 +26,7 @@ from PIL import Image
 from torch import Tensor, nn
 from transformers import PreTrainedModel, default_data_collator
 
-from .calibrate import image_processor, model_scores, transform_for
+from .classifiers import image_processor, model_scores, transform_for
 from .data import align_labels, prepare
 from .files import copy_file, replacing, write_text
 from .modeling import AvgKForImageClassification, processor_config

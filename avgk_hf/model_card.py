@@ -11,22 +11,13 @@ from transformers import TrainerCallback
 
 from .configuration import AvgKConfig, read_json
 from .conformal import describe
+from .losses import LOSSES
 from .modeling import check_folder
 from .sets import HEADS, k_key
 
 TEMPLATE = Path(__file__).with_name("model_card_template.md")
-METHODS = {
-    "ce": "Trained with cross-entropy; its scores are thresholded.",
-    "avgk": "Trained with the AVG-K loss: a softmax head proposes candidate classes over the whole batch, and a"
-    " multi-label head, whose scores are thresholded, is trained on them.",
-    "an": "Trained with the assume-negative loss (AN): binary cross-entropy with the label as the only positive.",
-    "epr": "Trained with expected positive regularisation (EPR): the label is positive, and K positives are expected.",
-    "role": "Trained with ROLE: labels that were not observed are estimated for every training image.",
-    "topk": "Trained with the balanced noised top-K hinge loss.",
-}
 SHOWN = ("num_examples", "dataset", "split", "date", "step")  # of a calibration's record
 CALIBRATED = "This model was not trained for sets: a classifier that existed already was calibrated with avgk_hf."
-HYPERPARAMETERS = {"avgk": ["alpha"], "epr": ["beta"], "role": ["role_lambda", "theta_lr"], "topk": ["epsilon"]}
 
 
 class CardCallback(TrainerCallback):
@@ -71,7 +62,7 @@ def hyperparameters(config: AvgKConfig, args: Any) -> dict[str, Any]:
         "backbone": config.architecture,
         "objective": config.objective,
         "k": k_key(config.k),
-        **{name: getattr(config, name) for name in HYPERPARAMETERS.get(config.objective, ())},
+        **config.hyperparameters,
         "score / head": f"{config.score} / {config.head}",
         "epochs": args.num_train_epochs,
         "batch size": args.train_batch_size * args.gradient_accumulation_steps * args.world_size,
@@ -134,7 +125,7 @@ def render_card(
         sizes=shares[:20],
         top1=_percent(metrics["top1_accuracy"]) if metrics else "",
         calibration={name: as_markdown(record[name]) for name in SHOWN if record.get(name)},
-        method=CALIBRATED if calibrated_only else METHODS[config.objective],
+        method=CALIBRATED if calibrated_only else LOSSES[config.objective].sentence,
         dataset=as_markdown(dataset or "not stated"),
         hyperparameters={as_markdown(name): as_markdown(value) for name, value in hyperparameters.items()},
         curve=_curve(record.get("curve")),

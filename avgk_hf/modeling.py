@@ -31,7 +31,7 @@ from .backbones import (
     known_cfg,
     near_models,
 )
-from .configuration import AvgKConfig, read_json
+from .configuration import AvgKConfig, installed_losses, read_json
 from .conformal import answer, check_request
 from .files import copy_file, make_folder, replacing, write_text
 from .pipeline import AverageKImageClassificationPipeline  # noqa: F401  (so that it travels with this file)
@@ -40,8 +40,8 @@ from .sets import calibration_record, check_k, head_scores, ranked_sets, recorde
 ALIGNMENT = 64  # bytes, as torch allocates
 # what a saved model carries as remote code
 CODE = (
-    "backbones.py", "configuration.py", "conformal.py", "densenet.py", "files.py", "images.py", "modeling.py",
-    "monitor.py", "pipeline.py", "sets.py",
+    "backbones.py", "checks.py", "configuration.py", "conformal.py", "densenet.py", "files.py", "images.py",
+    "modeling.py", "monitor.py", "pipeline.py", "sets.py",
 )  # fmt: skip
 MOST_HEAD_WEIGHTS = 500_000_000  # of both heads, 2 GB
 CONVERT = "save_file(torch.load(FILE, weights_only=True), 'model.safetensors', metadata={'format': 'pt'})"
@@ -134,13 +134,14 @@ class AvgKForImageClassification(PreTrainedModel):
                 model.safetensors, as written by `timm.models.save_for_hf`).
             num_labels: Number of classes L; may be left out when `id2label` is given.
             k: Average set size, in [1, L).
-            objective: Training loss; AVG-K adds the SCCP head, the others have one head.
+            objective: Training loss, which says whether there is the SCCP head.
             pretrained: Whether to load the backbone's weights. Default: for a folder or Hub id yes, for a name no.
             checkpoint: A local safetensors file with the weights of the named timm model.
             image_size: Side of the square input, if not the backbone's own. Images are resized to it uncropped.
             model_args: Arguments that shape the backbone, among `backbones.MODEL_ARGS`, e.g. `{"in_chans": 1}` for
                 grey images.
-            config_fields: Further fields of `AvgKConfig`, e.g. `alpha=5.0` or `id2label={0: "oak", 1: "elm"}`.
+            config_fields: Hyperparameters of the objective by name, e.g. `alpha=5.0`, and further fields of
+                `AvgKConfig`, e.g. `id2label={0: "oak", 1: "elm"}`.
         """
         if "id2label" in config_fields:
             labels = config_fields["id2label"]
@@ -184,13 +185,15 @@ class AvgKForImageClassification(PreTrainedModel):
         # timm itself loads the weights, once; __init__ builds without them, or every from_pretrained would fetch them
         trained = create_backbone(architecture, model_args, pretrained, **where)
         pretrained_cfg = _portable_cfg(trained.pretrained_cfg, model_args.get("in_chans", 3), image_size)
+        losses = installed_losses()
+        if objective in losses:  # of any other the config says what is wrong
+            config_fields["sccp_head"] = losses[objective].two_heads
         config = cls.config_class(
             architecture=pretrained_cfg["architecture"],
             model_args=model_args,
             pretrained_cfg=pretrained_cfg,
             k=k,
             objective=objective,
-            sccp_head=objective == "avgk",
             **config_fields,
         )
         model = cls(config)

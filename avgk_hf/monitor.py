@@ -13,7 +13,8 @@ from typing import Any
 import numpy as np
 import torch
 
-from .sets import calibration_record, check_k, is_number, k_key, own_k, stored_threshold
+from .checks import is_number
+from .sets import calibration_record, check_k, k_key, own_k, stored_threshold
 
 logger = logging.getLogger(__name__)
 LARGEST_BET = 0.5  # of what can be bet without the risk of losing everything

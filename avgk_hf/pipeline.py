@@ -43,7 +43,7 @@ class AverageKImageClassificationPipeline(Pipeline):
         timeout: Seconds to wait for an image from the web.
 
     Example:
-        >>> import PIL.Image, avgk_hf.auto
+        >>> import PIL.Image
         >>> from transformers import TimmWrapperImageProcessor, pipeline
         >>> from avgk_hf import AvgKForImageClassification
         >>> model = AvgKForImageClassification.from_timm("test_resnet", num_labels=10, k=2)

@@ -10,8 +10,8 @@ import torch
 from datasets import Dataset
 from huggingface_hub.utils import tqdm
 
-from .calibrate import evaluate
 from .data import load_splits, prepare
+from .evaluation import evaluate
 from .files import make_folder, new_file, write_text
 from .model_card import read_results
 from .modeling import AvgKForImageClassification

@@ -15,6 +15,7 @@ from transformers.utils import logging
 
 from .configuration import read_json
 from .files import open_log, output_folder
+from .losses import LOSSES
 from .modeling import check_folder, check_safetensors
 
 logger = logging.get_logger(__name__)
@@ -29,7 +30,8 @@ def check_checkpoint(folder: str | Path) -> None:
         raise FileNotFoundError(f"there is no checkpoint folder {str(folder)!r}.")
     check_folder(folder)
     needed = ["trainer_state.json", "optimizer.pt", "scheduler.pt"]
-    if read_json(folder / "config.json").get("objective") == "role":
+    objective = str(read_json(folder / "config.json").get("objective"))
+    if objective in LOSSES and LOSSES[objective].has_state:
         needed.append(OBJECTIVE_STATE)
     for name in needed:
         if not (folder / name).is_file():

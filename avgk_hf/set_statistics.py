@@ -11,8 +11,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from .checks import is_number
 from .conformal import coverage_record
-from .sets import AverageKThreshold, _score_matrix, check_k, is_number, k_key, ranked_mass
+from .sets import AverageKThreshold, _score_matrix, check_k, k_key, ranked_mass
 
 SHOTS = {"few": (0, 20), "medium": (20, 101), "many": (101, math.inf)}  # training images of a class: [low, high)
 

@@ -25,6 +25,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from .checks import check_choice, is_number
+
 SCORES = {
     "softmax": lambda logits: logits.softmax(-1),
     "sigmoid": lambda logits: logits.sigmoid(),
@@ -92,8 +94,7 @@ def score(logits: Tensor, kind: str = "softmax", first: int = 0) -> Tensor:
         kind: `"softmax"`, `"sigmoid"` or `"logit"`.
         first: Number of the first image, for messages.
     """
-    if kind not in SCORES:
-        raise ValueError(f"score={kind!r} is unknown; choose one of {list(SCORES)}.")
+    check_choice("score", kind, SCORES)
     check_finite(logits, first)
     return SCORES[kind](logits.float())
 
@@ -107,8 +108,7 @@ def head_scores(logits: Tensor, sccp_logits: Tensor | None, head: str = "ml", ki
         head: `"ml"`, `"sccp"` or `"mean"`.
         kind: As in `score`.
     """
-    if head not in HEADS:
-        raise ValueError(f"head={head!r} is unknown; choose one of {list(HEADS)}.")
+    check_choice("head", head, HEADS)
     if head != "ml" and sccp_logits is None:
         raise ValueError(f"head={head!r} needs the SCCP head, and this model has none: use `head='ml'`.")
     if head == "mean":
@@ -139,13 +139,6 @@ def k_key(k: float) -> str:
     ('5', '5', '1.5')
     """
     return str(int(k)) if float(k).is_integer() else str(float(k))
-
-
-def is_number(value: Any) -> bool:
-    """Whether a value is an int or float that is not NaN; a truth value or an int that no float can hold is none."""
-    if isinstance(value, float):
-        return not math.isnan(value)
-    return isinstance(value, int) and not isinstance(value, bool) and abs(value) < 2**1023
 
 
 def check_k(k: float, num_labels: int | None = None) -> float:

@@ -13,7 +13,7 @@ from huggingface_hub import SpaceCardData
 from transformers.utils import logging
 
 from .app import chosen_examples, title_of
-from .calibrate import load_classifier
+from .classifiers import load_classifier
 from .files import copy_file, leads_out, make_folder, write_text
 from .hub import published
 from .sets import stored_threshold
@@ -25,7 +25,7 @@ APP = '''\
 from pathlib import Path
 
 from avgk_hf.app import build_page, example_images, launch
-from avgk_hf.calibrate import load_classifier
+from avgk_hf.classifiers import load_classifier
 
 here = Path(__file__).parent
 model = load_classifier({model})

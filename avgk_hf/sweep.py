@@ -13,7 +13,7 @@ import logging
 import os
 import shutil
 import sys
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any
 
@@ -21,14 +21,13 @@ from filelock import FileLock
 from transformers import set_seed
 
 from .files import output_folder, write_text
+from .losses import every_hyperparameter
 from .model_card import as_markdown
 from .modeling import AvgKForImageClassification
 from .plots import sweep_curve
 from .report import as_text, interval
 from .shell import is_secret
 from .train import (
-    HYPERPARAMETERS,
-    ModelArguments,
     build_model,
     check_combinations,
     load_data,
@@ -75,10 +74,10 @@ class Sweep:
                 raise ValueError(f"{text}: a sweep has the seeds 0, 1, ... (`--seeds`) and its own folder (`--out`).")
         if not isinstance(self.search, dict) or not self.search:
             raise ValueError("nothing to search: name a field and its values, e.g. `--search alpha=0.1,1,10`.")
-        model, training = ({f.name for f in fields(block)} for block in (ModelArguments, AvgKTrainingArguments))
+        training = {f.name for f in fields(AvgKTrainingArguments)}
         for name, values in self.search.items():
-            if name not in model & set(HYPERPARAMETERS) and (name not in training or name in OWN or is_secret(name)):
-                known = sorted({*HYPERPARAMETERS, "learning_rate", "num_train_epochs", "per_device_train_batch_size"})
+            if name not in _of_model() and (name not in training or name in OWN or is_secret(name)):
+                known = sorted({*_of_model(), "learning_rate", "num_train_epochs", "per_device_train_batch_size"})
                 raise ValueError(f"search: {name!r} cannot be searched; choose among {', '.join(known)} and the like.")
             values = [_plain(value) for value in values] if isinstance(values, list) else values
             if not isinstance(values, list) or not values or any(values.count(value) > 1 for value in values):
@@ -237,6 +236,11 @@ def _flags(values: dict[str, Any]) -> list[str]:
     return [text for name, value in values.items() for text in (f"--{name}", str(value))]
 
 
+def _of_model() -> set[str]:
+    """What of the model can be searched; the recipe's parser refuses what is not of its objective."""
+    return {"score", "head", *every_hyperparameter()}
+
+
 def _scaled(sweep: Sweep, values: dict[str, Any]) -> dict[str, float]:
     """The learning rate for a searched batch size."""
     batch = "per_device_train_batch_size"
@@ -259,10 +263,10 @@ def _trainer(sweep: Sweep, folder: Path) -> AvgKTrainer:
         values = _values(sweep, trial)
         if isinstance(trial, dict):  # ray's, which the trainer reads next
             trial.update(_scaled(sweep, values))
-        own = {name: value for name, value in values.items() if name in HYPERPARAMETERS}
+        own = {name: value for name, value in values.items() if name in _of_model()}
         # the stock trainer reads the seed of a trial only after its model is made
         set_seed(values.get("seed", args.seed))
-        model = build_model(ModelArguments(**{**vars(model_args), **own}), classes)
+        model = build_model(replace(model_args, **own), classes)
         set_seed(values.get("seed", args.seed))
         return model
 
@@ -335,7 +339,7 @@ def _search_optuna(sweep: Sweep, folder: Path) -> list[dict[str, Any]]:
         def space(trial: Any) -> dict[str, Any]:
             """What of a trial the training arguments take."""
             values = _values(sweep, trial)
-            own = {name: value for name, value in values.items() if name not in HYPERPARAMETERS}
+            own = {name: value for name, value in values.items() if name not in _of_model()}
             return {**own, **_scaled(sweep, values)}
 
         try:

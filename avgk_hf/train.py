@@ -12,7 +12,7 @@ import re
 import shlex
 import sys
 from collections.abc import Callable, Iterable
-from dataclasses import asdict, dataclass, field, fields
+from dataclasses import asdict, dataclass, field, fields, make_dataclass
 from importlib.metadata import version
 from importlib.util import find_spec
 from pathlib import Path
@@ -24,13 +24,13 @@ from datasets import Dataset, DatasetDict
 from transformers import EarlyStoppingCallback, HfArgumentParser, set_seed
 from transformers.utils import logging
 
-from . import __version__, auto  # noqa: F401  (auto makes the Auto classes know the model)
+from . import __version__
 from .backbones import MOST_CHANNELS, MOST_SIDE
-from .configuration import OBJECTIVES, SCOPES
 from .data import class_counts, load_splits, prepare, skip_bad_images
 from .data.datasets import ON_BAD_IMAGE
 from .data.transforms import AUGMENTATIONS
 from .files import write_text
+from .losses import LOSSES, every_hyperparameter
 from .model_card import hyperparameters, plain_metrics
 from .modeling import AvgKForImageClassification
 from .plain_yaml import load_yaml
@@ -38,7 +38,7 @@ from .plots import set_size_histogram
 from .report import RESULTS, write_report
 from .runs import check_output_dir, where_to_go_on
 from .set_statistics import SHOTS, SetStatistics
-from .sets import HEADS, SCORES, check_k, is_number, k_key
+from .sets import HEADS, SCORES, check_k, k_key
 from .shell import MASK, guarded, is_secret, without_tokens
 from .trainer import AvgKTrainer
 from .training_args import AvgKTrainingArguments
@@ -63,16 +63,8 @@ class ModelArguments:
     channels_last: bool = field(
         default=False, metadata={"help": "Lay tensors out channels last, usually faster for convolutional backbones."}
     )
-    objective: str = field(default="avgk", metadata={"help": "The loss to train with.", "choices": list(OBJECTIVES)})
+    objective: str = field(default="avgk", metadata={"help": "The loss to train with.", "choices": LOSSES})
     k: float = field(default=5, metadata={"help": "Average set size K, in [1, number of classes)."})
-    alpha: float = field(default=1.0, metadata={"help": "Weight of the pseudo-labels in the AVG-K loss."})
-    beta: float = field(default=0.01, metadata={"help": "Weight of the regulariser in the EPR loss."})
-    epsilon: float = field(default=1.0, metadata={"help": "Standard deviation of the noise in the top-K loss."})
-    role_lambda: float = field(default=0.0, metadata={"help": "Weight of the regulariser in the ROLE loss."})
-    theta_lr: float = field(default=1.0, metadata={"help": "Learning rate of ROLE's label estimates, as a factor."})
-    candidate_scope: str = field(
-        default="global", metadata={"help": "Whose batch AVG-K chooses candidates from.", "choices": list(SCOPES)}
-    )
     score: str = field(default="softmax", metadata={"help": "What is thresholded.", "choices": list(SCORES)})
     head: str = field(default="ml", metadata={"help": "Which head answers.", "choices": [*HEADS, "auto"]})
 
@@ -84,9 +76,28 @@ class ModelArguments:
             value, most = getattr(self, name), {"image_size": MOST_SIDE, "in_chans": MOST_CHANNELS}[name]
             if value is not None and not 1 <= value <= most:
                 raise ValueError(f"{name}={value!r} must be a whole number in [1, {most}], e.g. `{name}: 3`.")
-        for name in ("alpha", "beta", "epsilon", "role_lambda", "theta_lr"):
-            if not is_number(getattr(self, name)) or not 0 <= getattr(self, name) < math.inf:
-                raise ValueError(f"{name}={getattr(self, name)!r} must be a finite number >= 0, e.g. `{name}: 1.0`.")
+        LOSSES[self.objective].complete(self.hyperparameters)
+
+    @property
+    def hyperparameters(self) -> dict[str, Any]:
+        """Those of the objective."""
+        return {name: value for name, value in vars(self).items() if name in LOSSES[self.objective].hyperparameters}
+
+    def __reduce__(self) -> tuple:
+        return _restore, (vars(self),)  # the workers of a comparison make the class themselves
+
+
+def model_arguments(objective: str) -> type[ModelArguments]:
+    """The model block with the hyperparameters of one objective as further fields."""
+    own = []
+    for name, item in LOSSES[objective].hyperparameters.items():
+        metadata = {"help": item.help, "choices": item.choices}
+        own.append((name, str if item.choices else float, field(default=item.default, metadata=metadata)))
+    return make_dataclass("ModelArguments", own, bases=(ModelArguments,))
+
+
+def _restore(values: dict[str, Any]) -> ModelArguments:
+    return model_arguments(values["objective"])(**values)
 
 
 @dataclass
@@ -163,7 +174,6 @@ def _check_fields(block: Any) -> None:
 METRICS = ("loss", "average_k_accuracy", *(f"average_k_accuracy_{head}" for head in HEADS), "lambda_val")
 METRICS += ("mean_set_size", "empty_sets", "top1_accuracy", "topk_accuracy", "macro_accuracy")
 METRICS += tuple(f"{name}_shot_accuracy" for name in SHOTS)
-HYPERPARAMETERS = ("alpha", "beta", "epsilon", "role_lambda", "theta_lr", "candidate_scope", "score", "head")
 # the training arguments that the weights depend on, besides the seed
 TRAINED = ("num_train_epochs", "max_steps", "per_device_train_batch_size", "gradient_accumulation_steps", "world_size")
 TRAINED += ("optim", "optim_args", "learning_rate", "lr_scheduler_type", "lr_milestones", "lr_gamma", "warmup_steps")
@@ -187,11 +197,17 @@ def parse_recipe(arguments: list[str]) -> Arguments:
         raise ValueError("name a recipe, e.g. `avgk train recipes/glyphs/avgk.yaml --k 3`.")
     path, overrides = Path(arguments[0]), arguments[1:]
     recipe = read_recipe(path)
-    blocks = (ModelArguments, DataArguments, AvgKTrainingArguments)
+    objective = _objective(recipe, overrides)
+    blocks = (model_arguments(objective), DataArguments, AvgKTrainingArguments)
     known = {item.name for block in blocks for item in fields(block) if item.init}
     flags = [text[2:].split("=")[0].replace("-", "_") for text in overrides if text.startswith("--")]
     for name, place in [*((str(key), str(path)) for key in recipe), *((flag, "the command line") for flag in flags)]:
         if name not in known and not (name.startswith("no_") and name[3:] in known):
+            if name in every_hyperparameter():
+                own = ", ".join(LOSSES[objective].hyperparameters) or "none"
+                raise ValueError(
+                    f"{name!r} in {place} is no hyperparameter of objective {objective!r}, which has {own}."
+                )
             near = difflib.get_close_matches(name.lower(), sorted(known), n=1, cutoff=0.5)
             hint = f" Did you mean {near[0]!r}?" if near else " `avgk train --help` lists the fields."
             raise ValueError(f"unknown field {name!r} in {place}.{hint}")
@@ -206,6 +222,17 @@ def parse_recipe(arguments: list[str]) -> Arguments:
         hint = f"Did you mean {near[0]!r}?" if near else f"Choose one of {', '.join(METRICS)}."
         raise ValueError(f"metric_for_best_model={best!r} is no metric of an evaluation. {hint}")
     return parsed
+
+
+def _objective(recipe: dict[str, Any], overrides: list[str]) -> str:
+    """The objective that is asked for; where it is not the recipe's, the recipe's hyperparameters are not for it."""
+    parser = _Parser((), allow_abbrev=False, add_help=False)
+    parser.add_argument("--objective", choices=LOSSES, default=ModelArguments.objective)
+    own = _as_flags({"objective": recipe.get("objective")})
+    stated, asked = (parser.parse_known_args(flags)[0].objective for flags in (own, [*own, *overrides]))
+    for name in LOSSES[stated].hyperparameters if asked != stated else ():
+        recipe.pop(name, None)
+    return asked
 
 
 def read_recipe(path: Path) -> dict[str, Any]:
@@ -278,7 +305,9 @@ def build_model(arguments: ModelArguments, names: list[str]) -> AvgKForImageClas
         checkpoint=arguments.checkpoint,
         image_size=arguments.image_size,
         model_args=model_args,
-        **{name: getattr(arguments, name) for name in HYPERPARAMETERS},
+        hyperparameters=arguments.hyperparameters,
+        score=arguments.score,
+        head=arguments.head,
     )
     if arguments.freeze_backbone:
         model.freeze_backbone()
@@ -480,11 +509,14 @@ def describe_fields() -> str:
     stock = {f.name for f in fields(AvgKTrainingArguments.__mro__[1])}
     blocks = {
         "model": fields(ModelArguments),
+        **{f"model, with objective {name}": fields(model_arguments(name)) for name in LOSSES},
         "data": fields(DataArguments),
         "training": [f for f in fields(AvgKTrainingArguments) if f.name not in stock],
     }
+    shared = {f.name for f in blocks["model"]}
     for title, block in blocks.items():
-        lines += ["", f"{title}:"]
+        block = [f for f in block if title == "model" or f.name not in shared]
+        lines += ["", f"{title}:"] if block else []
         for item in block:
             choices = item.metadata.get("choices")
             text = item.metadata["help"] + (f" One of {', '.join(choices)}." if choices else "")

@@ -36,7 +36,7 @@ from .data import class_counts
 from .data.transforms import ImageTransform
 from .files import UNFINISHED, fresh_folder, new_file, replacing
 from .hub import push_folder
-from .losses import OnlineLabelLoss, make_loss
+from .losses import LOSSES, make_loss
 from .model_card import CardCallback, hyperparameters, render_card
 from .modeling import check_folder
 from .processes import broadcast, gather_list, merge_statistics, rank, sum_over_processes, world_size
@@ -144,8 +144,7 @@ class AvgKTrainer(Trainer):
                 if name == "train_dataset":
                     config.train_counts = counts.tolist()
         num_examples = len(train) if has_length(train) else 0
-        if config.objective == "role" and num_examples:
-            _state_memory(num_examples, config.num_labels, args)
+        _state_memory(config, num_examples, args)
         # not `objective`: that is what the stock trainer calls the metric of a hyperparameter search
         self.criterion = make_loss(config, num_examples).to(args.device)
         broadcast(list(self.criterion.state_dict().values()))
@@ -174,7 +173,7 @@ class AvgKTrainer(Trainer):
         optimizer = super().create_optimizer(model)
         parameters = list(self.criterion.parameters())
         if new and parameters:
-            rate = self.args.learning_rate * self.criterion.theta_lr
+            rate = self.args.learning_rate * self.criterion.learning_rate_factor
             optimizer.add_param_group({"params": parameters, "lr": rate, "weight_decay": 0.0})
             # the stock loop clears the gradients of the model only
             optimizer.register_step_post_hook(lambda *_: self.criterion.zero_grad())
@@ -629,14 +628,15 @@ def _optimizer_states(args: AvgKTrainingArguments) -> int:
     return 2 if "adam" in optim else int("momentum" in options)
 
 
-def _state_memory(num_examples: int, num_labels: int, args: AvgKTrainingArguments) -> None:
-    """Say what ROLE's label estimates will take, before they take it."""
-    if args.process_index > 0:
-        return
+def _state_memory(config: AvgKConfig, num_examples: int, args: AvgKTrainingArguments) -> None:
+    """Say what a loss that keeps state for every image will take, before it takes it."""
     states = _optimizer_states(args)
-    size = OnlineLabelLoss.memory(num_examples, num_labels, states)
+    size = LOSSES[config.objective].memory(num_examples, config.num_labels, states)
+    if not size or args.process_index > 0:
+        return
+    others = ", ".join(name for name, loss in LOSSES.items() if not loss.per_image)
     logger.warning(
-        f"role: label estimates for {num_examples} images x {num_labels} classes, their gradient and {states}"
-        f" optimizer state(s) take {size / 2**30:.2f} GiB on every process."
-        + (" That is more than 2 GiB: the objectives avgk and epr need none of it." if size > LARGE_STATE else "")
+        f"{config.objective}: its state for {num_examples} images x {config.num_labels} classes, the gradient and"
+        f" {states} optimizer state(s) take {size / 2**30:.2f} GiB on every process."
+        + (f" That is more than 2 GiB: the objectives {others} need none of it." if size > LARGE_STATE else "")
     )

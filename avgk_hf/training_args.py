@@ -9,8 +9,9 @@ from typing import Any
 import torch
 from transformers import TrainingArguments
 
+from .checks import is_number
 from .conformal import LEVELS, METHODS, check_level
-from .sets import check_k, is_number
+from .sets import check_k
 
 # what transformers takes as it comes, to fail in the middle: the least value, and whether it must be a whole number
 LEAST = {

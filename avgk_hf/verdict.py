@@ -6,7 +6,6 @@ from pathlib import Path
 from typing import Any
 
 from .comparison import (
-    K_FREE,
     SCORES,
     Comparison,
     Results,
@@ -173,7 +172,7 @@ def _transfer(comparison: Comparison, final: dict) -> list[dict[str, Any]]:
     """Models trained for one K, calibrated for and tested at another."""
     rows = []
     for (loss, k), entries in final.items():
-        if comparison.objective(loss) in K_FREE or not entries:
+        if not comparison.loss(loss).needs_k or not entries:
             continue
         for other in comparison.k:
             found = _intervals([_answer(entry, other) for entry in entries.values()], SHOWN)

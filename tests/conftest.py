@@ -39,7 +39,9 @@ LONGEST = (
 )
 # all but these are run by `make test-portable` too: their tests compare no numbers, or only whether two processes of
 # one machine give the same
-NO_NUMBERS = ("test_app", "test_archives", "test_docs", "test_hub", "test_layers", "test_readme", "test_security")
+NO_NUMBERS = (
+    "test_app", "test_archives", "test_auto", "test_docs", "test_hub", "test_layers", "test_readme", "test_security"
+)  # fmt: skip
 
 
 def pytest_collection_finish():

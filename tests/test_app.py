@@ -22,12 +22,12 @@ from huggingface_hub import ModelCard
 from selenium.webdriver import Keys
 from transformers import TimmWrapperImageProcessor, pipeline
 
-import avgk_hf.auto  # noqa: F401
 import browser
 from avgk_hf.app import answer_html, build_page, chosen_examples, example_images, image_scores
-from avgk_hf.calibrate import calibrate, load_classifier, transform_for
+from avgk_hf.classifiers import load_classifier, transform_for
 from avgk_hf.cli import main
 from avgk_hf.data.glyphs import CHARACTERS, class_name
+from avgk_hf.evaluation import calibrate
 from avgk_hf.space import write_space
 from conftest import CLASSES, save_vit
 

@@ -44,7 +44,7 @@ from avgk_hf.sets import (
     ranked_sets,
     score,
 )
-from avgk_hf.train import DataArguments, ModelArguments, parse_recipe
+from avgk_hf.train import DataArguments, ModelArguments, model_arguments, parse_recipe
 from avgk_hf.train import main as train
 from conftest import CLASSES, RECIPE, save_vit, write_images
 
@@ -628,6 +628,7 @@ OWN_TRAINING = (
     "metric_for_best_model",
 )
 RECIPE_FIELDS = [item.name for block in (ModelArguments, DataArguments) for item in fields(block)] + list(OWN_TRAINING)
+RECIPE_FIELDS += LOSSES["avgk"].hyperparameters
 ALL_FIELDS = {*RECIPE_FIELDS, *(item.name for item in fields(AvgKTrainingArguments))}
 
 
@@ -657,10 +658,11 @@ def test_misspelt_recipe_fields(case, tmp_path):
         parse_recipe([str(path), f"--{word}", "1"])
 
 
-WEIGHTS = ("alpha", "beta", "epsilon", "role_lambda", "theta_lr")
+WEIGHTS = {"alpha": "avgk", "beta": "epr", "epsilon": "topk", "role_lambda": "role", "theta_lr": "role"}
 NO_WEIGHT = [NAN, INF, -INF, -1, -1e-9, "1", None, True, [1], HUGE]
 BAD_CONFIG = {
-    **dict.fromkeys(WEIGHTS, NO_WEIGHT),
+    **{name: [{name: value} for value in NO_WEIGHT] for name in WEIGHTS},
+    "hyperparameters": [None, 3, "{}", [1], {"beta": 0.1}, {"candidate_scope": "world"}, {1: 0.5}],
     "k": [NAN, INF, -INF, -1, 0, 0.99, "2", None, True, [2], HUGE],
     "objective": ["", "AVGK", "hinge", None, 3, True, ["avgk"]],
     "score": ["", "Softmax", "probability", None, 3, True],
@@ -688,11 +690,16 @@ BAD_CONFIG = {
 @cases((field, i) for field, values in BAD_CONFIG.items() for i in range(len(values)))
 def test_bad_config_values(case, tmp_path):
     field, value = case[0], BAD_CONFIG[case[0]][case[1]]
+    objective = {"objective": WEIGHTS.get(field, "avgk")}
+    given = {"hyperparameters" if field in WEIGHTS else field: value}
     with refused(field if field != "k" else "k="):
-        AvgKConfig(**{"num_labels": 6, "k": 2, field: value})
-    good = AvgKConfig(num_labels=6, k=2).to_dict()
+        AvgKConfig(**{"num_labels": 6, "k": 2, **objective, **given})
+    if field in WEIGHTS:  # as what users write
+        with refused(field):
+            AvgKConfig(num_labels=6, k=2, **objective, **value)
+    good = AvgKConfig(num_labels=6, k=2, **objective).to_dict()
     if value != {2: 0.5}:  # which is right as soon as JSON has made text of the key
-        (tmp_path / "config.json").write_text(json.dumps({**good, field: value}))
+        (tmp_path / "config.json").write_text(json.dumps({**good, **given}))
         with refused(field if field != "k" else "k="):
             AvgKConfig.from_pretrained(tmp_path)
 
@@ -713,7 +720,7 @@ NO_COUNT = [*NO_NUMBER, "0", "1.5", "99999999"]
 NO_TEXT = ["true", "[a]", "{a: b}", "''", "' '", '"a\\nb"', '"\\0"', '"\\e[31m"']
 BAD_RECIPE = {
     "k": [*NO_NUMBER, "0", "0.5"],
-    **dict.fromkeys(("alpha", "beta", "epsilon", "role_lambda", "theta_lr"), NO_NUMBER),
+    **dict.fromkeys(WEIGHTS, NO_NUMBER),
     "image_size": NO_COUNT,
     "in_chans": NO_COUNT,
     "glyphs_seed": [value for value in NO_COUNT if value not in ("0", "99999999")],
@@ -772,7 +779,8 @@ BAD_RECIPE = {
 @cases((field, value) for field, values in BAD_RECIPE.items() for value in values)
 def test_bad_recipe_values(case, tmp_path):
     field, value = case
-    lines = {"model": "test_resnet", "dataset": "glyphs", "output_dir": str(tmp_path / "run"), field: value}
+    lines = {"model": "test_resnet", "dataset": "glyphs", "output_dir": str(tmp_path / "run")}
+    lines |= {"objective": WEIGHTS.get(field, "avgk"), field: value}
     path = tmp_path / "recipe.yaml"
     path.write_text("\n".join(f"{name}: {text}" for name, text in lines.items()))
     with refused(field if field != "k" else "k"):
@@ -833,14 +841,14 @@ def test_what_is_no_recipe(case):
 
 @cases(
     (block, item.name, value)
-    for block in (ModelArguments, DataArguments)
+    for block in (*map(model_arguments, LOSSES), DataArguments)
     for item in fields(block)
     for value in ([], {}, 2j, object)
 )
 def test_arguments_of_another_type_in_python(case):
     block, name, value = case
     with refused(name):
-        block(**{**({"model": "x"} if block is ModelArguments else {"dataset": "x"}), name: value})
+        block(**{**({"model": "x"} if issubclass(block, ModelArguments) else {"dataset": "x"}), name: value})
 
 
 # -------------------------------------------------------------------------------------------------------- 3. datasets
@@ -1027,7 +1035,7 @@ def test_one_image_and_missing_images(tmp_path, saved_model):
     one = classes([0], CLASSES)
     one.save_to_disk(tmp_path / "one")
     split = load_splits(str(tmp_path / "one"))["train"]
-    from avgk_hf.calibrate import calibrate
+    from avgk_hf.evaluation import calibrate
 
     model = AvgKForImageClassification.from_pretrained(saved_model.folder)
     metrics = calibrate(model, split, k=[1])

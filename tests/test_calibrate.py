@@ -16,10 +16,11 @@ from transformers import (
 )
 
 from avgk_hf import SetSizeMonitor, load_splits
-from avgk_hf.calibrate import calibrate, evaluate, load_classifier, model_scores, transform_for, write_thresholds
+from avgk_hf.classifiers import load_classifier, model_scores, transform_for, write_thresholds
 from avgk_hf.cli import main
 from avgk_hf.conformal import answer
 from avgk_hf.data import align_labels
+from avgk_hf.evaluation import calibrate, evaluate
 from avgk_hf.set_statistics import SetStatistics
 from avgk_hf.sets import average_k_threshold, predict_sets
 from conftest import CLASSES, save_vit, write_images

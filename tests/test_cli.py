@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 import avgk_hf
-from avgk_hf.cli import build_parser, main
+from avgk_hf.cli import COMMANDS, build_parser, main
 
 ROOT = Path(__file__).parent.parent
 
@@ -29,13 +29,20 @@ def test_help_and_version_load_nothing_heavy():
         "heavy = {'torch', 'transformers', 'timm', 'datasets', 'numpy'} & set(sys.modules)\n"
         "assert not heavy, heavy"
     )
-    for arguments, expected in (["--help"], "COMMAND"), (["--version"], avgk_hf.__version__):
+    for arguments, expected in (
+        (["--help"], "COMMAND"),
+        (["--version"], avgk_hf.__version__),
+        (["evaluate", "--help"], "--batch-size"),
+    ):
         run = subprocess.run([sys.executable, "-c", code, *arguments], capture_output=True, text=True, check=True)
         assert expected in run.stdout
 
 
 def test_every_command_has_help(capsys):
     commands = build_parser()._subparsers._group_actions[0].choices
+    assert list(commands) == list(COMMANDS)
+    files = {path.stem for path in (ROOT / "avgk_hf" / "commands").glob("*.py")}
+    assert files - {"__init__", "options"} == set(COMMANDS)
     for command in commands:
         if command != "train":
             with pytest.raises(SystemExit) as stop:
@@ -43,6 +50,14 @@ def test_every_command_has_help(capsys):
             assert stop.value.code == 0
             assert "usage: avgk " + command in capsys.readouterr().out
     assert main(["train", "--help"]) == 0
+
+
+def test_unknown_arguments_are_refused(capsys):
+    for arguments in (["plots"], ["report", "runs", "--outt", "x"], ["--lo", "x", "report", "runs"], ["--log"], []):
+        with pytest.raises(SystemExit) as stop:
+            main(arguments)
+        assert stop.value.code == 2
+        assert "avgk: error: " in capsys.readouterr().err
 
 
 def test_predict_prints_sets_best_first(model_folder, image_folder, capsys):
@@ -190,11 +205,19 @@ def test_what_is_printed_can_be_logged(model_folder, image_folder, tmp_path, cap
     assert main(["--log", str(log), "card", str(tmp_path)]) == 2
     assert log.read_text().startswith(text)
     assert log.read_text().splitlines()[-1].startswith(f"avgk card: {tmp_path} holds no results.json")
+    for number, options in enumerate((["--log=LOG"], ["--log", "NO", "--log", "LOG"]), 1):  # the last one counts
+        words = [word.replace("LOG", str(tmp_path / f"{number}.log")) for word in options]
+        assert main([*words, "card", str(tmp_path)]) == 2
+        first, second = (tmp_path / f"{number}.log").read_text().splitlines()
+        assert first.endswith(f"avgk card {tmp_path}") and second.startswith("avgk card: ")
+    assert main([f"--log={tmp_path / 'train.log'}", "train", "nowhere.yaml", "--seed", "1"]) == 2
+    assert "there is no recipe" in (tmp_path / "train.log").read_text()
     assert main(["--log", str(tmp_path), "card", str(model_folder)]) == 2
     assert f"nothing can be logged to {tmp_path}" in capsys.readouterr().err
 
 
 def test_the_parser_knows_the_methods_without_torch():
-    from avgk_hf import cli, conformal
+    from avgk_hf import conformal
+    from avgk_hf.commands import options
 
-    assert cli.METHODS == conformal.METHODS
+    assert options.METHODS == conformal.METHODS

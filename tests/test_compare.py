@@ -7,17 +7,23 @@ import statistics
 import time
 from collections import Counter
 from pathlib import Path
+from typing import ClassVar
 
 import numpy as np
 import pytest
 import torch
 from filelock import FileLock
+from safetensors.torch import load_file
 
 from avgk_hf.cli import main
 from avgk_hf.compare import _arguments, measure
 from avgk_hf.comparison import Run, choose, finished, plan, read_comparison, run_path, tuning_runs
+from avgk_hf.configuration import AvgKConfig
 from avgk_hf.data import glyphs, load_splits, prepare
 from avgk_hf.data.glyphs import CHARACTERS, FACES, noise_bound, outline_bound
+from avgk_hf.losses import LOSSES, Hyperparameter, Loss
+from avgk_hf.runs import check_checkpoint
+from avgk_hf.sweep import Sweep
 from avgk_hf.train import load_data, make_trainer, parse_recipe
 from conftest import CLASSES, write_images
 
@@ -260,6 +266,8 @@ def test_variants_of_a_loss(config, tmp_path):
         ("  ce: {}", "  an: {}", "baseline='ce' is not among the losses"),
         ("alpha: [", "aplha: [", "'aplha' cannot be set here"),
         ("alpha: [0.1, 10.0]", "seed: [1, 2]", "'seed' cannot be set here"),
+        ("alpha: [0.1, 10.0]", "beta: [0.1, 10.0]", "avgk: 'beta' cannot be set here"),
+        ("learning_rate: [", "alpha: [", "shared: 'alpha' cannot be set here"),
         ("[0.02, 0.1]", "0.1", "learning_rate=0.1 must be a list of different values"),
     ],
 )
@@ -346,3 +354,76 @@ def test_images_that_change_cannot_be_kept(recipe, splits, make_model):
     blocks = parse_recipe([str(recipe), "--cache_images", "true", "--dataloader_num_workers", "2"])
     with pytest.raises(ValueError, match="dataloader_num_workers=2"):
         make_trainer(*blocks, load_splits(blocks[1].dataset))
+
+
+class FocalLoss(Loss):
+    """A loss of somebody else: cross-entropy in which easy images count less, at a temperature that is learnt."""
+
+    sentence = "Trained with the focal loss, which comes from outside."
+    hyperparameters: ClassVar = {"gamma": Hyperparameter(2.0, "How much less.", least=0.5, most=4.0)}
+    needs_k, has_state, learning_rate_factor = False, True, 0.5
+    ends_at: ClassVar = None  # the number of images after which the process is stopped
+
+    def __init__(self, **hyperparameters):
+        super().__init__(**hyperparameters)
+        self.temperature = torch.nn.Parameter(torch.ones(()))
+        self.register_buffer("seen", torch.zeros((), dtype=torch.int64))
+
+    def forward(self, outputs, labels, index=None):
+        if torch.is_grad_enabled():
+            self.seen += len(labels)
+            if self.ends_at and self.seen >= self.ends_at:
+                raise KeyboardInterrupt
+        own = (outputs.logits.float() / self.temperature).log_softmax(1).gather(1, labels[:, None])
+        return ((1 - own.exp()) ** self.gamma * -own).mean() * (1 + self.seen / 100)
+
+
+def test_a_loss_from_outside(recipe, config, tmp_path, monkeypatch, capsys):
+    """One class and one line: it is trained, resumed, carded, searched and compared, and its parameter checked."""
+    monkeypatch.setitem(LOSSES, "focal", FocalLoss)
+    recipe.write_text(recipe.read_text().replace("objective: avgk", "objective: focal") + "gamma: 3.0\n")
+
+    assert main(["train", "--help"]) == 0
+    assert "gamma" in capsys.readouterr().out
+    for flags, message in (
+        (["--gamma", "5"], "gamma=5.0 must be a finite number in [0.5, 4], e.g. 2.0."),
+        (["--gama", "1"], "unknown field 'gama' in the command line. Did you mean 'gamma'?"),
+        (["--alpha", "1"], "'alpha' in the command line is no hyperparameter of objective 'focal', which has gamma."),
+        (["--objective", "ce", "--gamma", "1"], "'gamma' in the command line is no hyperparameter of objective 'ce'"),
+    ):
+        assert main(["train", str(recipe), *flags]) == 2
+        assert message in capsys.readouterr().err
+
+    whole, stopped = tmp_path / "whole", tmp_path / "stopped"
+    assert main(["train", str(recipe), "--output_dir", str(whole)]) == 0
+    again = ["train", str(recipe), "--output_dir", str(stopped), "--resume_from_checkpoint", "last"]
+    monkeypatch.setattr(FocalLoss, "ends_at", 72 + 40)  # in the second of two epochs
+    assert main(again) != 0 and [path.name for path in stopped.glob("checkpoint-*")] == ["checkpoint-5"]
+    monkeypatch.setattr(FocalLoss, "ends_at", None)
+    assert main(again) == 0
+    assert (stopped / "train.log").read_text().count("training goes on") == 1
+    capsys.readouterr()
+    for name in ("model.safetensors", "results.json", "config.json"):
+        assert (whole / name).read_bytes() == (stopped / name).read_bytes(), name
+    states = [load_file(run / "checkpoint-10" / "objective.safetensors") for run in (whole, stopped)]
+    assert states[0] == states[1] and states[0]["seen"] == 2 * 72 and states[0]["temperature"] != 1
+    (stopped / "checkpoint-10" / "objective.safetensors").unlink()
+    with pytest.raises(FileNotFoundError, match=r"objective\.safetensors is missing"):
+        check_checkpoint(stopped / "checkpoint-10")
+
+    saved = AvgKConfig.from_pretrained(whole)
+    assert (saved.objective, saved.hyperparameters, saved.sccp_head) == ("focal", {"gamma": 3.0}, False)
+    assert main(["card", str(whole), "--out", str(tmp_path / "card.md")]) == 0
+    for card in ((whole / "README.md").read_text(), (tmp_path / "card.md").read_text()):
+        assert FocalLoss.sentence in card and "| gamma | 3.0 |" in card
+
+    assert Sweep(str(recipe), {"gamma": [1, 3]}).combinations() == [{"gamma": 1}, {"gamma": 3}]
+    config.write_text(config.read_text().replace("avgk: {alpha: [0.1, 10.0]}", "focal: {gamma: [1.0, 3.0]}"))
+    assert main(["compare", str(config), "--gamma", "1"]) == 2
+    assert "--gamma is set by the comparison itself" in capsys.readouterr().err
+    assert main(["compare", str(config)]) == 0
+    runs = contents(tmp_path / "out").values()
+    assert {(result["loss"], result["k"]) for result in runs} == {("ce", None), ("focal", None)}
+    assert {result["config"].get("gamma") for result in runs if result["loss"] == "focal"} == {1.0, 3.0}
+    assert all("gamma" not in result["config"] for result in runs if result["loss"] == "ce")
+    assert "| focal |" in (tmp_path / "out" / "report.md").read_text()

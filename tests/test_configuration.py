@@ -8,6 +8,7 @@ from transformers import AutoConfig, PreTrainedConfig
 
 from avgk_hf import AvgKConfig
 from avgk_hf.configuration import AUTO_MAP, CUSTOM_PIPELINES, read_json
+from avgk_hf.losses import every_hyperparameter
 
 FIELDS = {
     "architecture": "test_resnet",
@@ -15,12 +16,7 @@ FIELDS = {
     "pretrained_cfg": {"input_size": [1, 32, 32]},
     "objective": "role",
     "k": 2,
-    "alpha": 0.1,
-    "beta": 0.2,
-    "epsilon": 0.3,
-    "role_lambda": 0.4,
-    "theta_lr": 0.5,
-    "candidate_scope": "local",
+    "hyperparameters": {"role_lambda": 0.4, "theta_lr": 0.5},
     "score": "sigmoid",
     "head": "auto",
     "train_counts": [1, 0, 3, 4, 5, 6],
@@ -69,8 +65,11 @@ def test_every_field_comes_back_from_a_file(tmp_path):
     (tmp_path / "a" / "b" / "config.json").write_text("[]")
     with pytest.raises(ValueError, match=r"b.config\.json must hold a mapping"):
         AvgKConfig.from_pretrained(tmp_path / "a", subfolder="b")
-    loaded, unused = AvgKConfig.from_pretrained(tmp_path, k=3, return_unused_kwargs=True, other=1)
+    loaded, unused = AvgKConfig.from_pretrained(tmp_path, k=3, theta_lr=2, return_unused_kwargs=True, other=1)
     assert (loaded.k, unused) == (3, {"other": 1})
+    assert loaded.hyperparameters == {"role_lambda": 0.4, "theta_lr": 2}
+    loaded = AvgKConfig.from_pretrained(tmp_path, objective="epr", beta=0.3)
+    assert (loaded.objective, loaded.hyperparameters) == ("epr", {"beta": 0.3})
 
 
 def test_a_name_that_is_no_folder_is_left_to_transformers(monkeypatch):
@@ -82,8 +81,10 @@ def test_what_other_readers_need_is_written_though_it_is_the_default(tmp_path):
     AvgKConfig(num_labels=6).save_pretrained(tmp_path)
     written = json.loads((tmp_path / "config.json").read_text())
     stated = {"architecture": "resnet18", "pretrained_cfg": {}, "image_processor_type": "TimmWrapperImageProcessor"}
+    stated |= {"hyperparameters": {"alpha": 1.0, "candidate_scope": "global"}}
     stated |= {"objective": "avgk", "k": 5, "score": "softmax", "head": "ml", "sccp_head": True, "thresholds": {}}
     assert {name: written[name] for name in stated} == stated
+    assert not every_hyperparameter() & set(written)  # each loss has its own, in their place
     assert (written["auto_map"], written["custom_pipelines"]) == (AUTO_MAP, CUSTOM_PIPELINES)
     loaded = AvgKConfig.from_pretrained(tmp_path)  # this package serves, not the code beside the file
     assert not hasattr(loaded, "auto_map") and not hasattr(loaded, "custom_pipelines")
@@ -99,7 +100,8 @@ def test_a_file_is_replaced_only_when_the_new_one_is_complete(tmp_path, monkeypa
     assert (tmp_path / "config.json").read_text() == before
     monkeypatch.undo()
     AvgKConfig(num_labels=6).to_json_file(tmp_path / "all.json", use_diff=False)
-    assert "return_dict" in json.loads((tmp_path / "all.json").read_text())
+    written = json.loads((tmp_path / "all.json").read_text())
+    assert "return_dict" in written and written["hyperparameters"]["alpha"] == 1.0
     AvgKConfig(num_labels=6).to_json_file(tmp_path / "all.json")
     assert "return_dict" not in json.loads((tmp_path / "all.json").read_text())
 
@@ -113,7 +115,7 @@ def test_other_classes_drop_what_was_calibrated(tmp_path):
         for config in (AvgKConfig.from_pretrained(tmp_path, **changed), AvgKConfig.from_dict(written, **changed)):
             assert config.num_labels == 7 and config.train_counts is None
             assert all(not getattr(config, name) for name in CARRIED)
-            assert all(getattr(config, name) == FIELDS[name] for name in ("k", "objective", "alpha", "head"))
+            assert all(getattr(config, name) == FIELDS[name] for name in ("k", "objective", "hyperparameters", "head"))
     for same in ({}, {"num_labels": 6}, {"id2label": dict(enumerate("abcdef"))}):
         config = AvgKConfig.from_pretrained(tmp_path, **same)
         assert config.train_counts == FIELDS["train_counts"] and config.thresholds["2"] == 0.2
@@ -122,15 +124,52 @@ def test_other_classes_drop_what_was_calibrated(tmp_path):
     assert AvgKConfig.from_dict(bare, num_labels=7).thresholds == written["thresholds"]
 
 
-@pytest.mark.parametrize("field", ["alpha", "beta", "epsilon", "role_lambda", "theta_lr"])
+WEIGHTS = {"alpha": "avgk", "beta": "epr", "epsilon": "topk", "role_lambda": "role", "theta_lr": "role"}
+
+
+@pytest.mark.parametrize("field", WEIGHTS)
 def test_a_weight_is_a_finite_number_from_zero(field):
+    """Given by its own name, or among the hyperparameters."""
     for value in (0, 0.0, 3, 1e300):
-        assert getattr(AvgKConfig(**{field: value}), field) == value
-    for value in (-1e-9, math.inf, -math.inf, math.nan, 10**400):
-        with pytest.raises(ValueError, match=rf"config\.{field}=.* must be a finite number >= 0"):
-            AvgKConfig(**{field: value})
-    with pytest.raises(ValueError, match=rf"config\.{field}='1' is of the wrong type"):
-        AvgKConfig(**{field: "1"})
+        for given in ({field: value}, {"hyperparameters": {field: value}}):
+            assert AvgKConfig(objective=WEIGHTS[field], **given).hyperparameters[field] == value
+    message = rf"config\.hyperparameters\['{field}'\]=.* must be a finite number >= 0"
+    for value in (-1e-9, math.inf, -math.inf, math.nan, 10**400, "1"):
+        for given in ({field: value}, {"hyperparameters": {field: value}}):
+            with pytest.raises(ValueError, match=message):
+                AvgKConfig(objective=WEIGHTS[field], **given)
+    for value in (None, True):
+        with pytest.raises(ValueError, match=message):
+            AvgKConfig(objective=WEIGHTS[field], **{field: value})
+        with pytest.raises(ValueError, match=rf"config\.hyperparameters=.*'{field}': {value}.* is of the wrong type"):
+            AvgKConfig(objective=WEIGHTS[field], hyperparameters={field: value})
+
+
+def test_a_hyperparameter_of_another_loss_is_refused():
+    refused = r"config\.hyperparameters\['{}'\] is no hyperparameter of {}Loss\. {}"
+    for given in ({"beta": 0.1}, {"hyperparameters": {"beta": 0.1}}):
+        with pytest.raises(ValueError, match=refused.format("beta", "AvgK", "It has alpha, candidate_scope.")):
+            AvgKConfig(**given)
+        with pytest.raises(ValueError, match=refused.format("beta", "CrossEntropy", "It has none.")):
+            AvgKConfig(objective="ce", **given)
+    with pytest.raises(ValueError, match=refused.format("aplha", "AvgK", "Did you mean 'alpha'?")):
+        AvgKConfig(hyperparameters={"aplha": 0.1})
+    with pytest.raises(ValueError, match=r"config\.aplha is no field of AvgKConfig\. Did you mean 'alpha'\?"):
+        AvgKConfig(aplha=0.1)
+
+
+def test_remote_code_keeps_plain_hyperparameters(monkeypatch):
+    """Without the package there is no loss to ask: numbers and words pass, nothing else."""
+    monkeypatch.setattr("avgk_hf.configuration.INSTALLED", False)
+    given = {"gamma": 0.5, "scope": "local"}
+    config = AvgKConfig(objective="theirs", hyperparameters=given)
+    assert (config.objective, config.hyperparameters) == ("theirs", given)
+    for value in (math.nan, math.inf, 10**400, "two\nlines", "x" * 101):
+        with pytest.raises(ValueError, match=r"hyperparameters\['gamma'\]=.* must be a finite number or a word"):
+            AvgKConfig(objective="theirs", hyperparameters={"gamma": value})
+    for value in (None, True, [1], {"a": 1}):
+        with pytest.raises(ValueError, match=r"config\.hyperparameters=.* is of the wrong type"):
+            AvgKConfig(objective="theirs", hyperparameters={"gamma": value})
 
 
 @pytest.mark.parametrize(
@@ -138,7 +177,10 @@ def test_a_weight_is_a_finite_number_from_zero(field):
     [
         ({"k": 0.5}, r"k=0\.5 must be a number in \[1, L\)"),
         ({"objective": "CE"}, r"config\.objective='CE' is unknown; choose one of \['ce', 'avgk', 'an', 'epr'"),
-        ({"candidate_scope": "world"}, r"config\.candidate_scope='world' is unknown; .*\['global', 'local'\]"),
+        (
+            {"hyperparameters": {"candidate_scope": "world"}},
+            r"config\.hyperparameters\['candidate_scope'\]='world' is unknown; .*\['global', 'local'\]",
+        ),
         ({"score": "max"}, r"config\.score='max' is unknown; choose one of \['softmax', 'sigmoid', 'logit'\]"),
         ({"head": "both"}, r"config\.head='both' is unknown; choose one of \['ml', 'sccp', 'mean', 'auto'\]"),
         ({"train_counts": [1] * 5}, r"config\.train_counts has 5 values for 6 classes"),

@@ -21,7 +21,7 @@ from scipy.stats import betabinom
 from transformers import pipeline
 
 from avgk_hf import AvgKConfig, AvgKForImageClassification, SetSizeMonitor, load_splits
-from avgk_hf.calibrate import evaluate, load_classifier, model_scores, transform_for, watch
+from avgk_hf.classifiers import load_classifier, model_scores, transform_for
 from avgk_hf.cli import main
 from avgk_hf.conformal import (
     answer,
@@ -38,6 +38,7 @@ from avgk_hf.conformal import (
     recorded_levels,
     stored_coverage,
 )
+from avgk_hf.evaluation import evaluate, watch
 from avgk_hf.export import export_onnx
 from avgk_hf.model_card import render_card
 from avgk_hf.set_statistics import SetStatistics, curve_ks

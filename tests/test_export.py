@@ -16,9 +16,10 @@ import torch
 from PIL import Image
 
 from avgk_hf import AvgKForImageClassification, load_splits
-from avgk_hf.calibrate import calibrate, load_classifier, model_scores, transform_for
+from avgk_hf.classifiers import load_classifier, model_scores, transform_for
 from avgk_hf.cli import main
 from avgk_hf.data.glyphs import CHARACTERS, class_name, draw
+from avgk_hf.evaluation import calibrate
 from avgk_hf.export import export_onnx, exportable
 from avgk_hf.sets import average_k_threshold, predict_sets
 from avgk_hf.train import build_model, parse_recipe

@@ -24,7 +24,7 @@ from conftest import save_vit
 # imports once and runs every command it is given in a process of its own, which can be killed like any other
 DRIVER = """
 import json, os, resource, signal, sys, traceback
-import avgk_hf.auto, avgk_hf.calibrate, avgk_hf.train
+import avgk_hf.evaluation, avgk_hf.train
 from avgk_hf.cli import main
 from avgk_hf.trainer import AvgKTrainer
 
@@ -439,7 +439,8 @@ def test_class_names_survive_any_locale(make_model, tmp_path, environment):
     names = {0: "Eiche", 1: "дуб", 2: "chêne"}
     make_model(num_labels=None, id2label=names).save_pretrained(tmp_path)
     code = (
-        "import sys; from avgk_hf import AvgKForImageClassification; from avgk_hf.calibrate import write_thresholds\n"
+        "import sys\nfrom avgk_hf import AvgKForImageClassification\n"
+        "from avgk_hf.classifiers import write_thresholds\n"
         "model = AvgKForImageClassification.from_pretrained(sys.argv[1])\n"
         "model.config.set_calibration({2: 0.5}, {})\nwrite_thresholds(model, sys.argv[1])"
     )

@@ -194,7 +194,7 @@ assert weights.keys() == expected.keys() and all(torch.equal(weights[name], expe
 assert model(torch.zeros(2, 3, 32, 32)).logits.shape == (2, 6)
 assert model.config.architecture == "test_resnet" and "someone" not in str(model.config)
 # a timm name is a classifier too: the weights that timm would load are on the Hub
-from avgk_hf.calibrate import load_classifier
+from avgk_hf.classifiers import load_classifier
 assert type(load_classifier("test_resnet")).__name__ == "TimmWrapperForImageClassification"
 """
 
@@ -408,7 +408,7 @@ print(json.dumps({"thresholds": model.config.thresholds, "files": sorted(p.name 
 
 SETS = """
 import json, sys
-import avgk_hf.auto
+import avgk_hf
 from transformers import pipeline
 answer = pipeline("average-k-image-classification", model="someone/trees")(sys.argv[1])
 other = pipeline("average-k-image-classification", model="someone/again")(sys.argv[1])

@@ -1,27 +1,26 @@
 """The losses against hand-computed numbers and against slow, obvious code."""
 
 import copy
-import inspect
 import math
 import threading
-from types import SimpleNamespace
 
 import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
 
-from avgk_hf import AvgKOutput
-from avgk_hf.losses import LOSSES, make_loss
+from avgk_hf import AvgKConfig, AvgKOutput
+from avgk_hf.losses import LOSSES, Hyperparameter, make_loss
 from avgk_hf.losses.avgk import choose_among_all, choose_candidates, largest
-from avgk_hf.losses.labels import check_labels, check_weight
+from avgk_hf.losses.labels import check_labels
 
 
 def make(name, k=2, num_labels=6, **hyperparameters):
     """Any loss, with what its constructor needs; ROLE for five training images."""
-    needed = {"k": k, "num_examples": 5, "num_labels": num_labels}
-    wanted = inspect.signature(LOSSES[name]).parameters
-    return LOSSES[name](**{key: value for key, value in needed.items() if key in wanted}, **hyperparameters)
+    loss = LOSSES[name]
+    needed = {"k": k} if loss.needs_k else {}
+    needed |= {"num_examples": 5, "num_labels": num_labels} if loss.per_image else {}
+    return loss(**needed, **hyperparameters)
 
 
 def naive_avgk(logits, sccp_logits, labels, k, alpha):
@@ -452,20 +451,31 @@ def test_local_candidates_are_those_of_each_process(monkeypatch):
 
 
 def test_a_loss_is_made_from_the_config():
-    """Every hyperparameter of every loss comes from the config's field of that name."""
-    fields = {"k": 2, "alpha": 0.1, "beta": 0.2, "epsilon": 0.3, "role_lambda": 0.4, "theta_lr": 0.5, "num_labels": 6}
-    fields["candidate_scope"] = "local"
+    """Every hyperparameter of every loss comes from the config, whose own they are."""
+    given = {"avgk": {"alpha": 0.1, "candidate_scope": "local"}, "epr": {"beta": 0.2}, "topk": {"epsilon": 0.3}}
+    given |= {"role": {"role_lambda": 0.4, "theta_lr": 0.5}, "ce": {}, "an": {}}
     for name, kind in LOSSES.items():
-        loss = make_loss(SimpleNamespace(objective=name, **fields), num_examples=5)
-        assert type(loss) is kind
-        wanted = [field for field in inspect.signature(kind).parameters if field in fields and field != "num_labels"]
-        assert {field: getattr(loss, field) for field in wanted} == {field: fields[field] for field in wanted}
+        assert set(kind.hyperparameters) == set(given[name])
+        config = AvgKConfig(objective=name, k=2, num_labels=6, **given[name])
+        assert config.hyperparameters == given[name]
+        loss = make_loss(config, num_examples=5)
+        assert type(loss) is kind and getattr(loss, "k", None) == (2 if kind.needs_k else None)
+        assert {field: getattr(loss, field) for field in given[name]} == given[name]
+        assert bool(loss.state_dict()) == kind.has_state and bool(kind.memory(5, 6, 0)) == kind.per_image
     assert loss.num_samples == 5  # of the top-K loss, where the config has no such field
-    assert make_loss(SimpleNamespace(objective="role", **fields), 5).theta.shape == (5, 6)
-    with pytest.raises(ValueError, match=r"objective='role' keeps label estimates"):
-        make_loss(SimpleNamespace(objective="role", **fields))
-    defaults = {name: parameter.default for name, parameter in inspect.signature(LOSSES["role"]).parameters.items()}
-    assert (defaults["role_lambda"], defaults["theta_lr"]) == (0.0, 1.0)
+    config = AvgKConfig(objective="role", k=2, num_labels=6)
+    assert make_loss(config, 5).theta.shape == (5, 6)
+    assert make_loss(config, 5).learning_rate_factor == config.hyperparameters["theta_lr"] == 1
+    with pytest.raises(ValueError, match=r"objective='role' keeps state for every training image"):
+        make_loss(config)
+    assert {name for name, kind in LOSSES.items() if kind.two_heads} == {"avgk"}
+    assert {name for name, kind in LOSSES.items() if not kind.needs_k} == {"ce", "an"}
+    with pytest.raises(ValueError, match="k=2: CrossEntropyLoss does not depend on k"):
+        LOSSES["ce"](k=2)
+    with pytest.raises(ValueError, match=r"beta is no hyperparameter of AvgKLoss. It has alpha, candidate_scope."):
+        LOSSES["avgk"](k=2, beta=1)
+    with pytest.raises(ValueError, match=r"aplha is no hyperparameter of AvgKLoss. Did you mean 'alpha'?"):
+        LOSSES["avgk"](k=2, aplha=1)
 
 
 def test_the_defaults_of_the_losses():
@@ -511,10 +521,16 @@ def test_labels_are_checked_without_waiting(monkeypatch):
 
 
 def test_a_weight_is_a_finite_number_from_zero():
-    assert [check_weight("alpha", value) for value in (0, 0.5, 1e30)] == [0, 0.5, 1e30]
+    alpha = LOSSES["avgk"].hyperparameters["alpha"]
+    assert [alpha.check("alpha", value) for value in (0, 0.5, 1e30)] == [0, 0.5, 1e30]
     for value in (-1e-9, math.inf, math.nan, "1", True, None):
-        with pytest.raises(ValueError, match="alpha="):
-            check_weight("alpha", value)
+        with pytest.raises(ValueError, match=r"alpha=.* must be a finite number >= 0, e.g. 1.0"):
+            alpha.check("alpha", value)
+    gamma = Hyperparameter(2, "From one to three.", least=1, most=3)
+    assert [gamma.check("gamma", value) for value in (1, 1.5, 3)] == [1, 1.5, 3]
+    for value in (0.99, 3.01, math.inf):
+        with pytest.raises(ValueError, match=r"gamma=.* must be a finite number in \[1, 3\], e.g. 2"):
+            gamma.check("gamma", value)
 
 
 @pytest.mark.parametrize("num_labels", [1, 2, 3])

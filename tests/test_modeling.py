@@ -308,8 +308,8 @@ def test_unknown_names_are_refused_with_near_ones():
         ("head", "both", "config.head='both' is unknown"),
         ("head_thresholds", {"both": {"2": 0.1}}, "config.head_thresholds has the key 'both'"),
         ("head_thresholds", {"ml": {"2": float("nan")}}, r"config.head_thresholds\['ml'\]\['2'\]=nan"),
-        ("beta", float("inf"), "config.beta=inf"),
-        ("alpha", -1.0, "config.alpha=-1.0"),
+        ("hyperparameters", {"alpha": float("inf")}, r"config.hyperparameters\['alpha'\]=inf"),
+        ("alpha", -1.0, r"config.hyperparameters\['alpha'\]=-1.0"),
         ("train_counts", [1, 2], "config.train_counts has 2 values for 6 classes"),
     ],
 )

@@ -12,8 +12,9 @@ from PIL import Image
 from transformers import pipeline
 
 from avgk_hf import AvgKForImageClassification, SetSizeMonitor, load_splits
-from avgk_hf.calibrate import calibrate, evaluate, load_classifier, watch
+from avgk_hf.classifiers import load_classifier
 from avgk_hf.cli import main
+from avgk_hf.evaluation import calibrate, evaluate, watch
 from avgk_hf.pipeline import TASK
 from conftest import CLASSES, save_vit
 

@@ -14,7 +14,7 @@ from safetensors.torch import load_file
 from two_processes import BATCH, CLASSES, OBJECTIVES, SIZES, everything
 
 from avgk_hf import AverageKThreshold, AvgKConfig, AvgKForImageClassification
-from avgk_hf.calibrate import evaluate
+from avgk_hf.evaluation import evaluate
 
 ROOT = Path(__file__).parent.parent
 LAUNCH = ["-m", "accelerate.commands.launch", "--config_file", str(ROOT / "recipes/accelerate_configs/cpu.yaml")]

@@ -63,7 +63,7 @@ from avgk_hf import (
 )
 from avgk_hf.app import MOST_PIXELS, build_page, launch, upload_folder
 from avgk_hf.backbones import MODEL_ARGS, MOST_SIDE, check_model_args, create_backbone, known_cfg
-from avgk_hf.calibrate import image_processor, load_classifier, transform_for
+from avgk_hf.classifiers import image_processor, load_classifier, transform_for
 from avgk_hf.cli import main
 from avgk_hf.comparison import plan, read_comparison
 from avgk_hf.data import image_files, open_image
@@ -740,9 +740,9 @@ ELSEWHERE = {
     ("images.py", "open"): "for reading",
     ("glyphs.py", "save"): "into memory",
     ("export.py", "save"): "into a temporary folder",
-    ("calibrate.py", "save_pretrained"): "into the folder of `replacing`",
-    ("calibrate.py", "save"): "into the file of `new_file`",
-    ("cli.py", "save"): "into the file of `new_file`",
+    ("classifiers.py", "save_pretrained"): "into the folder of `replacing`",
+    ("classifiers.py", "save"): "into the file of `new_file`",
+    ("card.py", "save"): "into the file of `new_file`",
     ("configuration.py", "to_json_file"): "into the file of `new_file`",
     ("modeling.py", "save_pretrained"): "into the folder of `replacing`; of other processes nothing",
     ("plots.py", "savefig"): "into the file of `new_file`",
@@ -1613,16 +1613,7 @@ def test_absurd_json_is_one_line_data(text, image_folder, tmp_path, monkeypatch,
 
 def test_searches_without_end_are_refused(tmp_path, capsys):
     (tmp_path / "recipe.yaml").write_text(RECIPE)
-    fields = (
-        "alpha",
-        "beta",
-        "epsilon",
-        "role_lambda",
-        "theta_lr",
-        "learning_rate",
-        "weight_decay",
-        "num_train_epochs",
-    )
+    fields = ("learning_rate", "weight_decay", "num_train_epochs", "warmup_steps", "max_grad_norm", "lr_gamma")
     values = "{" + ", ".join(f"{name}: {list(range(1, 1000))}" for name in fields) + "}"
     (tmp_path / "sweep.yaml").write_text(f"recipe: recipe.yaml\nsearch: {values}\n")
     (tmp_path / "compare.yaml").write_text(f"recipe: recipe.yaml\nlosses: {{ce: {{}}}}\nk: [2]\nshared: {values}\n")
@@ -1837,7 +1828,7 @@ def test_every_command_stays_inside_the_folder(command, secret, make_model, tmp_
     folder = write_folder(tmp_path / "trees")
     (folder / "test" / "ash" / "1.png").symlink_to(secret)
     (tmp_path / "recipe.yaml").write_text(RECIPE.replace("glyphs", "trees"))
-    (tmp_path / "compare.yaml").write_text("{recipe: recipe.yaml, losses: {ce: {}}, shared: {alpha: [1]}, k: [1]}")
+    (tmp_path / "compare.yaml").write_text("{recipe: recipe.yaml, losses: {ce: {}}, shared: {lr_gamma: [1]}, k: [1]}")
     if command in ("calibrate", "evaluate", "export"):
         model = make_model(num_labels=2, k=1, id2label={0: "ash", 1: "elm"})
         model.config.set_calibration({1: 0.5}, record={})

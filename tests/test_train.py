@@ -1,11 +1,13 @@
 """Recipes: how they are read, what they refuse, and the whole way of an image through one."""
 
 import json
+import pickle
 
 import pytest
 import torch
 
 from avgk_hf import AvgKForImageClassification, load_splits, prepare
+from avgk_hf.losses import every_hyperparameter
 from avgk_hf.train import describe_fields, main, parse_recipe
 
 
@@ -69,6 +71,33 @@ def test_bad_recipes_are_refused(recipe, line, message):
     recipe.write_text("\n".join([*lines, line]))
     with pytest.raises(ValueError, match=message):
         main([str(recipe)])
+
+
+def test_hyperparameters_are_those_of_the_objective(recipe):
+    """What the recipe sets for its own loss does not go over to another one; what is asked for does, or is refused."""
+    path = str(recipe)
+    recipe.write_text(recipe.read_text() + "alpha: 0.3\n")
+    assert parse_recipe([path])[0].hyperparameters == {"alpha": 0.3, "candidate_scope": "global"}
+    asked = ["--alpha", "2", "--candidate-scope", "local"]
+    assert parse_recipe([path, *asked])[0].hyperparameters == {"alpha": 2.0, "candidate_scope": "local"}
+    for objective, given in (("ce", {}), ("epr", {"beta": 0.5}), ("role", {"role_lambda": 0.5, "theta_lr": 1.0})):
+        flags = [f"--{name}={value}" for name, value in given.items()]
+        model_args, _, _ = parse_recipe([path, "--objective", objective, *flags])
+        assert (model_args.objective, model_args.hyperparameters) == (objective, given)
+        assert every_hyperparameter() & set(vars(model_args)) == set(given)
+        assert vars(pickle.loads(pickle.dumps(model_args))) == vars(
+            model_args
+        )  # as it goes to the workers of a comparison
+    refused = r"'{}' in {} is no hyperparameter of objective '{}', which has {}\."
+    with pytest.raises(ValueError, match=refused.format("beta", "the command line", "avgk", "alpha, candidate_scope")):
+        parse_recipe([path, "--beta", "1"])
+    with pytest.raises(ValueError, match=refused.format("alpha", "the command line", "ce", "none")):
+        parse_recipe([path, "--objective=ce", "--alpha", "1"])
+    with pytest.raises(ValueError, match="unknown field 'hyperparameters' in the command line"):
+        parse_recipe([path, "--hyperparameters", "1"])
+    recipe.write_text(recipe.read_text() + "epsilon: 0.3\n")
+    with pytest.raises(ValueError, match=refused.format("epsilon", ".*recipe.yaml", "avgk", "alpha, candidate_scope")):
+        parse_recipe([path])
 
 
 def test_bad_calls_are_refused(recipe, tmp_path):

@@ -395,12 +395,12 @@ def test_role_states_its_memory(make_trainer, make_model, monkeypatch, capsys):
     monkeypatch.setattr(module.logger, "warning", said.append)
     make_trainer(model=make_model(objective="role"), optim_args="momentum=0.9")
     assert said == [
-        "role: label estimates for 72 images x 6 classes, their gradient and 1 optimizer state(s) take 0.00 GiB on"
-        " every process."
+        "role: its state for 72 images x 6 classes, the gradient and 1 optimizer state(s) take 0.00 GiB on every"
+        " process."
     ]
     monkeypatch.setattr(module, "LARGE_STATE", 72 * 6 * 4 * 3 - 1)
     make_trainer(model=make_model(objective="role"), optim_args="momentum=0.9")
-    assert "more than 2 GiB: the objectives avgk and epr need none of it" in said[-1]
+    assert "more than 2 GiB: the objectives ce, avgk, an, epr, topk need none of it" in said[-1]
     make_trainer(model=make_model(objective="ce"))
     assert len(said) == 2
 

@@ -208,7 +208,7 @@ class ConfigTest(unittest.TestCase):
             "architecture": "test_resnet",
             "model_args": {"in_chans": 1},
             "k": 1.5,
-            "alpha": 5.0,
+            "hyperparameters": {"alpha": 5.0, "candidate_scope": "local"},
             "head": "auto",
             "thresholds": {"1.5": 0.25},
             "heads": {"1.5": "sccp"},

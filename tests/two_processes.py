@@ -54,7 +54,8 @@ def candidates(kind: str, k: float) -> list[int]:
 def gradients(objective: str, **fields) -> dict[str, torch.Tensor]:
     """The gradient of every parameter after averaging over the processes, and ROLE's estimates after two steps."""
     torch.manual_seed(0)
-    fields = {"k": 3.5, "alpha": 0.7, "beta": 0.3, "role_lambda": 0.2, "epsilon": 0.0, **fields}
+    given = {"avgk": {"alpha": 0.7}, "epr": {"beta": 0.3}, "role": {"role_lambda": 0.2}, "topk": {"epsilon": 0.0}}
+    fields = {"k": 3.5, **given.get(objective, {}), **fields}
     model = AvgKForImageClassification.from_timm("test_vit", CLASSES, image_size=32, objective=objective, **fields)
     loss = make_loss(model.config, EXAMPLES)
     trained = DistributedDataParallel(model) if world_size() > 1 else model

@@ -3,12 +3,13 @@
 from typing import Any
 
 import torch.nn.functional as F
-from torch import Tensor, nn
+from torch import Tensor
 
+from .base import Loss
 from .labels import check_labels, widen
 
 
-class AssumeNegativeLoss(nn.Module):
+class AssumeNegativeLoss(Loss):
     r"""AN: binary cross-entropy with the label as the only positive and the negatives weighted by 1 / (L - 1).
 
     .. math::
@@ -36,6 +37,9 @@ class AssumeNegativeLoss(nn.Module):
         >>> round(loss.item(), 4)  # 2 log 2
         1.3863
     """
+
+    sentence = "Trained with the assume-negative loss (AN): binary cross-entropy with the label as the only positive."
+    needs_k = False
 
     def forward(self, outputs: Any, labels: Tensor, index: Tensor | None = None) -> Tensor:
         """Return the scalar loss."""

@@ -1,19 +1,19 @@
 """The AVG-K loss of the paper: a softmax head proposes candidate classes, a multi-label head is trained on them."""
 
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 import torch
 import torch.nn.functional as F
-from torch import Tensor, nn
+from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from ..processes import gather, rank, world_size
-from ..sets import check_k
-from .labels import check_labels, check_weight, widen
+from .base import Hyperparameter, Loss
+from .labels import check_labels, widen
 
 
-class AvgKLoss(nn.Module):
+class AvgKLoss(Loss):
     r"""AVG-K: cross-entropy on the SCCP head plus binary cross-entropy on the ML head with pseudo-labels.
 
     For logits Z (ML) and Z' (SCCP), both (B, L), and labels y (B,):
@@ -59,13 +59,17 @@ class AvgKLoss(nn.Module):
         3.4116
     """
 
-    def __init__(self, k: float, alpha: float = 1.0, candidate_scope: str = "global") -> None:
-        super().__init__()
-        if candidate_scope not in ("global", "local"):
-            raise ValueError(f"candidate_scope={candidate_scope!r} is unknown; choose 'global' or 'local'.")
-        self.k = check_k(k)
-        self.alpha = check_weight("alpha", alpha)
-        self.candidate_scope = candidate_scope
+    sentence = (
+        "Trained with the AVG-K loss: a softmax head proposes candidate classes over the whole batch, and a"
+        " multi-label head, whose scores are thresholded, is trained on them."
+    )
+    hyperparameters: ClassVar = {
+        "alpha": Hyperparameter(1.0, "Weight of the pseudo-labels."),
+        "candidate_scope": Hyperparameter(
+            "global", "Whose batch candidates are chosen from.", choices=("global", "local")
+        ),
+    }
+    two_heads = True
 
     def forward(self, outputs: Any, labels: Tensor, index: Tensor | None = None) -> Tensor:
         """Return the scalar loss."""

@@ -3,12 +3,13 @@
 from typing import Any
 
 import torch.nn.functional as F
-from torch import Tensor, nn
+from torch import Tensor
 
+from .base import Loss
 from .labels import check_labels, widen
 
 
-class CrossEntropyLoss(nn.Module):
+class CrossEntropyLoss(Loss):
     r"""Cross-entropy of the only head.
 
     .. math::
@@ -32,6 +33,9 @@ class CrossEntropyLoss(nn.Module):
         >>> round(loss.item(), 4)  # log 10
         2.3026
     """
+
+    sentence = "Trained with cross-entropy; its scores are thresholded."
+    needs_k = False
 
     def forward(self, outputs: Any, labels: Tensor, index: Tensor | None = None) -> Tensor:
         """Return the scalar loss."""

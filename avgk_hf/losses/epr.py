@@ -1,17 +1,17 @@
 """Expected positive regularisation: the label is a positive, and K positives are expected on average."""
 
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor, nn
+from torch import Tensor
 
 from ..processes import mean_over_processes
-from ..sets import check_k
-from .labels import check_labels, check_weight, widen
+from .base import Hyperparameter, Loss
+from .labels import check_labels, widen
 
 
-class ExpectedPositiveLoss(nn.Module):
+class ExpectedPositiveLoss(Loss):
     r"""EPR: positive binary cross-entropy, with the mean number of predicted positives held near K.
 
     .. math::
@@ -45,10 +45,10 @@ class ExpectedPositiveLoss(nn.Module):
         1.5931
     """
 
-    def __init__(self, k: float, beta: float = 0.01) -> None:
-        super().__init__()
-        self.k = check_k(k)
-        self.beta = check_weight("beta", beta)
+    sentence = (
+        "Trained with expected positive regularisation (EPR): the label is positive, and K positives are expected."
+    )
+    hyperparameters: ClassVar = {"beta": Hyperparameter(0.01, "Weight of the regulariser.")}
 
     def forward(self, outputs: Any, labels: Tensor, index: Tensor | None = None) -> Tensor:
         """Return the scalar loss."""

@@ -1,11 +1,7 @@
-"""What every loss does before its formula: refuse bad values and labels, and widen half precision."""
-
-import math
+"""What every loss does before its formula: refuse bad labels, and widen half precision."""
 
 import torch
 from torch import Tensor
-
-from ..sets import is_number
 
 
 def check_labels(labels: Tensor, logits: Tensor) -> None:
@@ -39,13 +35,6 @@ def check_labels(labels: Tensor, logits: Tensor) -> None:
     elif lowest.item() < 0 or highest.item() >= num_labels:
         wrong = labels[(labels < 0) | (labels >= num_labels)][0].item()
         raise ValueError(f"{message}: {wrong}. Check the label column, or build the model with more classes.")
-
-
-def check_weight(name: str, value: float) -> float:
-    """Return a hyperparameter that is a finite number >= 0, and raise otherwise."""
-    if not is_number(value) or not 0 <= value < math.inf:
-        raise ValueError(f"{name}={value!r} must be at least 0 and finite, e.g. 1.0.")
-    return value
 
 
 def widen(logits: Tensor) -> Tensor:

@@ -1,7 +1,7 @@
 """Regularised online label estimation: unobserved labels are estimated while the model is trained."""
 
 import math
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 import torch.nn.functional as F
@@ -9,14 +9,15 @@ from torch import Tensor, nn
 
 from ..processes import gather, world_size
 from ..sets import check_k
+from .base import Hyperparameter, Loss
 from .epr import expected_positive_loss
-from .labels import check_labels, check_weight, widen
+from .labels import check_labels, widen
 
 UNOBSERVED = math.log(0.6 / 0.4)  # estimates of unobserved labels start between 0.4 and 0.6
 OBSERVED = math.log(0.995 / 0.005)  # those of observed labels at 0.995
 
 
-class OnlineLabelLoss(nn.Module):
+class OnlineLabelLoss(Loss):
     r"""ROLE: predictions sigma(Z) and label estimates sigma(Theta) are trained to match each other.
 
     .. math::
@@ -60,13 +61,16 @@ class OnlineLabelLoss(nn.Module):
         (torch.Size([]), torch.Size([50, 10]))
     """
 
-    def __init__(
-        self, k: float, num_examples: int, num_labels: int, role_lambda: float = 0.0, theta_lr: float = 1.0
-    ) -> None:
-        super().__init__()
-        self.k = check_k(k, num_labels)
-        self.role_lambda = check_weight("role_lambda", role_lambda)
-        self.theta_lr = check_weight("theta_lr", theta_lr)
+    sentence = "Trained with ROLE: labels that were not observed are estimated for every training image."
+    hyperparameters: ClassVar = {
+        "role_lambda": Hyperparameter(0.0, "Weight of the regulariser."),
+        "theta_lr": Hyperparameter(1.0, "Learning rate of the label estimates, as a factor."),
+    }
+    has_state = per_image = True
+
+    def __init__(self, k: float, num_examples: int, num_labels: int, **hyperparameters: float) -> None:
+        super().__init__(check_k(k, num_labels), **hyperparameters)
+        self.learning_rate_factor = self.theta_lr
         self.theta = nn.Parameter(torch.empty(num_examples, num_labels).uniform_(-UNOBSERVED, UNOBSERVED))
         self.register_buffer("seen", torch.zeros(num_examples, dtype=torch.bool))
 
@@ -97,8 +101,8 @@ class OnlineLabelLoss(nn.Module):
         self.theta[index, labels] = torch.where(self.seen[index], own, torch.full_like(own, OBSERVED))
         self.seen[index] = True
 
-    @staticmethod
-    def memory(num_examples: int, num_labels: int, optimizer_states: int) -> int:
+    @classmethod
+    def memory(cls, num_examples: int, num_labels: int, optimizer_states: int) -> int:
         """Bytes that Theta, its gradient and the optimizer's states take.
 
         >>> OnlineLabelLoss.memory(num_examples=45_000, num_labels=100, optimizer_states=1)  # SGD with momentum

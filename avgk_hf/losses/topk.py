@@ -1,15 +1,15 @@
 """The balanced noised top-K loss: a smoothed hinge between the label and the (K + 1)-th largest score."""
 
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
-from ..sets import check_k
-from .labels import check_labels, check_weight, widen
+from .base import Hyperparameter, Loss
+from .labels import check_labels, widen
 
 
-class NoisedTopKLoss(nn.Module):
+class NoisedTopKLoss(Loss):
     r"""TOP-K: the label's score should exceed the smoothed (K + 1)-th largest score by a margin of 1.
 
     .. math::
@@ -48,10 +48,12 @@ class NoisedTopKLoss(nn.Module):
         1.5
     """
 
-    def __init__(self, k: float, epsilon: float = 1.0, num_samples: int = 5) -> None:
-        super().__init__()
-        self.k = int(check_k(k))
-        self.epsilon = check_weight("epsilon", epsilon)
+    sentence = "Trained with the balanced noised top-K hinge loss."
+    hyperparameters: ClassVar = {"epsilon": Hyperparameter(1.0, "Standard deviation of the noise.")}
+
+    def __init__(self, k: float, num_samples: int = 5, **hyperparameters: float) -> None:
+        super().__init__(k, **hyperparameters)
+        self.k = int(self.k)
         self.num_samples = num_samples
 
     def forward(

@@ -18,8 +18,9 @@ import numpy as np
 import pyarrow as pa
 import torch
 
+from avgk_hf.checks import is_number
 from avgk_hf.set_statistics import SetStatistics
-from avgk_hf.sets import SCORES, AverageKThreshold, check_k, is_number
+from avgk_hf.sets import SCORES, AverageKThreshold, check_k
 
 KINDS = ("scores", *SCORES)
 ROWS = 1024  # images scored and stored at a time: no second n x L matrix, and Arrow's 32-bit offsets do not overflow

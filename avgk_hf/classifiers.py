@@ -1,0 +1,152 @@
+"""Image classifiers of any class: loading one safely, what it answers, and saving it with its thresholds."""
+
+import inspect
+import json
+from pathlib import Path
+from typing import Any
+
+import timm
+import torch
+from safetensors import SafetensorError
+from torch import Tensor
+from transformers import (
+    AutoConfig,
+    AutoImageProcessor,
+    AutoModelForImageClassification,
+    PreTrainedConfig,
+    PreTrainedModel,
+    TimmWrapperConfig,
+)
+
+from .backbones import bounded, check_architecture, check_model_args, known_cfg
+from .configuration import AvgKConfig, check_dtype, check_labels, check_nesting, read_json
+from .conformal import check_coverage
+from .data.transforms import ImageTransform, ProcessorTransform
+from .files import new_file, replacing, write_text
+from .model_card import render_card
+from .modeling import AvgKForImageClassification, check_folder, refuse_adapter
+from .pipeline import check_processor, config_score
+from .sets import check_thresholds, score
+
+# what calibrating adds to the config of a classifier of another class
+CALIBRATED = ("thresholds", "heads", "head_thresholds", "coverage", "calibration", "score")
+# names in a config.json besides the fields of its class that mean something: labels, and timm's own
+LABELS = ("model_type", "num_labels", "num_classes", "label_names", "torch_dtype", "pretrained_cfg")
+
+
+def load_classifier(name: str) -> PreTrainedModel:
+    """An image classifier of any class: a saved folder, a Hub id, or a timm name whose weights are on the Hub."""
+    folder = Path(name)
+    if folder.is_dir():
+        check_folder(folder)
+    else:
+        if folder.is_absolute() or name.startswith(".") or name.count("/") > 1:
+            raise FileNotFoundError(f"there is no model folder {name!r}.")
+        if "/" not in name:
+            name = _timm_repo(name)
+    try:
+        config = load_config(name)
+        model = AutoModelForImageClassification.from_pretrained(
+            name, config=config, use_safetensors=True, trust_remote_code=False
+        ).eval()
+    except SafetensorError as error:
+        raise ValueError(f"the weights of {name} cannot be read ({error}); copy or download them again.") from error
+    config = model.config
+    try:  # configs of other classes do not look at them
+        check_thresholds(getattr(config, "thresholds", None) or {}, config.num_labels, config_score(config))
+        check_coverage(getattr(config, "coverage", None) or {}, config.num_labels, config_score(config))
+    except ValueError as error:
+        raise ValueError(f"{folder / 'config.json'}: {error}") from None
+    return model
+
+
+def load_config(name: str) -> PreTrainedConfig:
+    """The config of a stranger's classifier, of which only what describes the model is taken, within bounds.
+
+    transformers acts on other names that it may hold: which code computes attention, which file holds the weights, how
+    they are packed.
+    """
+    refuse_adapter(name)
+    try:
+        stored, _ = PreTrainedConfig.get_config_dict(name)
+    except RecursionError:
+        raise ValueError(f"the config.json of {name} is nested too deep: it is damaged.") from None
+    check_nesting(stored, f"the config.json of {name}")
+    check_labels(stored)
+    if not isinstance(stored.get("model_type"), (str, type(None))):
+        raise ValueError(f"the config.json of {name} has model_type={stored['model_type']!r}, which is no name.")
+    for dtype in ("dtype", "torch_dtype"):
+        check_dtype(stored.get(dtype))
+    config = AutoConfig.from_pretrained(name, trust_remote_code=False)
+    if isinstance(config, AvgKConfig):
+        return config
+    if isinstance(config, TimmWrapperConfig):
+        given = config.model_args or {}
+        stored["model_args"] = {name: given[name] for name in given if name != "num_classes"}  # which labels say too
+        check_architecture(config.architecture)
+        check_model_args(stored["model_args"])
+        known_cfg(stored.get("pretrained_cfg") or {})
+    known = {*inspect.signature(type(config)).parameters, *CALIBRATED, *LABELS}
+    stored = {field: value for field, value in stored.items() if field in known}
+    config = type(config).from_dict(stored, name_or_path=name)
+    config._attn_implementation = config._experts_implementation = None  # of parts of the config, too
+    with torch.device("meta"), bounded(name):  # a trial that takes no memory
+        AutoModelForImageClassification.from_config(config, trust_remote_code=False)
+    return config
+
+
+def _timm_repo(name: str) -> str:
+    """The Hub id of the weights that timm would load for a model name."""
+    cfg = timm.get_pretrained_cfg(name) if timm.is_model(name.split(".")[0]) else None
+    if cfg is None or not cfg.hf_hub_id:
+        raise ValueError(f"{name!r} is neither a folder, a Hub id, nor a timm model with weights on the Hub.")
+    return cfg.hf_hub_id
+
+
+def transform_for(model: PreTrainedModel) -> ImageTransform | ProcessorTransform:
+    """How images become this model's input."""
+    if isinstance(model, AvgKForImageClassification):
+        return ImageTransform(model.config)
+    return ProcessorTransform(image_processor(model))
+
+
+def image_processor(model: PreTrainedModel) -> Any:
+    """The image processor that was saved with a classifier of another class."""
+    if not model.name_or_path:
+        raise ValueError(
+            "this model was not loaded from anywhere, so its preprocessing is not known: save it with its image"
+            " processor and load it with `load_classifier(folder)`."
+        )
+    processor = AutoImageProcessor.from_pretrained(model.name_or_path, trust_remote_code=False)
+    check_processor(processor)
+    return processor
+
+
+def model_scores(model: PreTrainedModel, pixel_values: Tensor, k: float | None = None) -> Tensor:
+    """The scores (B, L) of any classifier that are compared with lambda_val."""
+    if isinstance(model, AvgKForImageClassification):
+        return model.scores(pixel_values, k)
+    with torch.no_grad():
+        logits = model.eval()(pixel_values.to(model.device, model.dtype)).logits
+    return score(logits, config_score(model.config))
+
+
+def save_classifier(model: PreTrainedModel, folder: str | Path, metrics: dict[str, float]) -> None:
+    """Save a calibrated classifier of any class with its image processor and a card."""
+    folder = Path(folder)
+    with replacing(folder) as new:
+        if not isinstance(model, AvgKForImageClassification):
+            image_processor(model).save_pretrained(new)
+        model.save_pretrained(new)
+    dataset = (model.config.calibration or {}).get("dataset")
+    card = render_card(folder.name, model.config, {"validation": metrics}, {}, dataset, calibrated_only=True)
+    with new_file(folder / "README.md") as new:
+        card.save(new)
+
+
+def write_thresholds(model: PreTrainedModel, folder: str | Path) -> None:
+    """Store the thresholds of a calibrated model in the config.json of the folder it was loaded from."""
+    path = Path(folder) / "config.json"
+    found = {name: getattr(model.config, name) for name in CALIBRATED if hasattr(model.config, name)}
+    config = {**read_json(path), **found}
+    write_text(path, json.dumps(config, indent=2, sort_keys=True, ensure_ascii=False) + "\n")

@@ -1,0 +1,73 @@
+"""`avgk calibrate`."""
+
+import argparse
+from pathlib import Path
+from typing import Any
+
+from ..files import refuse_link
+from ..shell import printable
+from .evaluate import is_first_process, measure, print_metrics, read_split, shared_arguments
+
+HELP = "compute a model's thresholds on validation images"
+
+
+def arguments(parser: argparse.ArgumentParser) -> None:
+    shared_arguments(parser, "validation")
+    sizes = "set sizes besides the model's own; replace those recorded before"
+    parser.add_argument("--k", type=float, nargs="+", default=[], help=sizes)
+    levels = "coverage levels to compute thresholds for (0.9 0.95 0.99)"
+    parser.add_argument("--coverage", type=float, nargs="+", metavar="C", help=levels)
+    parser.add_argument("--plot", metavar="FILE", help="picture of size against coverage, PNG or SVG")
+    parser.add_argument("--out", help="folder for the calibrated model (default: write to MODEL)")
+    parser.add_argument("--push", metavar="REPO", help="upload the folder of --out to the Hub")
+
+
+def run(args: argparse.Namespace) -> None:
+    from ..classifiers import load_classifier, save_classifier, write_thresholds
+    from ..hub import push_folder
+
+    if not args.out and (args.push or not Path(args.model).is_dir()):
+        raise ValueError("name a folder for the calibrated model with --out.")
+    refuse_link(args.out or args.model)  # now, and not when all is computed
+    model = load_classifier(args.model)
+    split, before = read_split(args), _recorded(model.config)
+    metrics = measure(model, split, args, calibrate=True)
+    if not is_first_process():
+        return
+    if args.out:
+        save_classifier(model, args.out, metrics)
+    else:
+        write_thresholds(model, args.model)
+    print_metrics(metrics, args.json)
+    if args.plot:
+        from ..plots import tradeoff_curve
+
+        tradeoff_curve({Path(args.model).resolve().name: model.config.calibration["curve"]}, args.plot)
+    if not args.json:
+        print(f"thresholds written to {args.out or args.model}")
+        _say_what_changed(before, _recorded(model.config), None if args.out else Path(args.model))
+    if args.push:
+        print(push_folder(args.out, args.push))
+
+
+def _recorded(config: Any) -> dict[str, dict[str, Any]]:
+    """What a config can be asked for."""
+    from ..conformal import describe
+
+    return {
+        "K": getattr(config, "thresholds", None) or {},
+        "coverage": describe(getattr(config, "coverage", None) or {}),
+    }
+
+
+def _say_what_changed(before: dict[str, dict], after: dict[str, dict], folder: Path | None) -> None:
+    """The coverages of a calibration, what it replaced, and what in the model's folder is older than it."""
+    for level, how in after["coverage"].items():
+        print(printable(f"coverage {level}: {how}"))
+    for name, found in before.items():
+        gone = [key for key in found if key not in after[name]]
+        if gone:
+            print(f"{name} = {printable(', '.join(gone))} of an earlier calibration: not recorded any more")
+    older = [name for name in ("README.md", "onnx/model.onnx") if folder and (folder / name).is_file()]
+    if older:
+        print(f"older than these thresholds: {', '.join(older)} (`avgk card`, `avgk export` write them anew)")

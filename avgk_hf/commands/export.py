@@ -1,0 +1,44 @@
+"""`avgk export`."""
+
+import argparse
+import json
+from pathlib import Path
+
+from .options import ALLOW_OUTSIDE
+
+HELP = "write a model as ONNX, from pixels to scores and sets"
+
+
+def arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("model", help="folder or Hub id of a calibrated model")
+    parser.add_argument("--onnx", action="store_true", required=True, help="the format")
+    parser.add_argument("--out", metavar="DIR", help="folder to write to (MODEL/onnx)")
+    parser.add_argument("--k", type=float, help="set size whose head is exported, for head=auto (the model's own)")
+    parser.add_argument("--opset", type=int, help="version of the ONNX operators (what torch prefers)")
+    parser.add_argument("--int8", action="store_true", help="also write an 8-bit graph")
+    parser.add_argument("--dataset", help="labelled images to measure the graphs on, as for `avgk evaluate`")
+    parser.add_argument("--split", default="test", help="split of the dataset (%(default)s)")
+    parser.add_argument("--allow-outside", **ALLOW_OUTSIDE)
+    parser.add_argument("--plot", metavar="FILE", help="picture of the graphs' sizes and accuracies")
+    parser.add_argument("--json", action="store_true", help="print the report as JSON")
+
+
+def run(args: argparse.Namespace) -> None:
+    from ..classifiers import load_classifier
+    from ..data import load_splits
+    from ..export import describe, export_onnx
+
+    if not args.out and not Path(args.model).is_dir():
+        raise ValueError("name a folder for the exported model with --out.")
+    out = args.out or str(Path(args.model) / "onnx")
+    model = load_classifier(args.model)
+    splits = load_splits(args.dataset, allow_outside=args.allow_outside) if args.dataset else {}
+    if splits and args.split not in splits:
+        raise ValueError(f"the dataset {args.dataset!r} has no split {args.split!r}, only {list(splits)}: --split.")
+    dataset = splits[args.split] if splits else None
+    report = export_onnx(model, out, args.k, args.opset, args.int8, dataset)
+    if args.plot:
+        from ..plots import export_bars
+
+        export_bars(report, args.plot)
+    print(json.dumps(report, indent=2) if args.json else describe(report, out))

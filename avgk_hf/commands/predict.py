@@ -1,0 +1,70 @@
+"""`avgk predict`."""
+
+import argparse
+import json
+import sys
+from pathlib import Path
+
+from ..shell import printable
+from .options import BAD_IMAGES, METHOD
+
+HELP = "print the predicted set of each image: as many classes as it needs, best first"
+
+
+def arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("model", help="folder or Hub id of a model")
+    parser.add_argument("images", nargs="+", metavar="image", help="image files, or folders of them")
+    parser.add_argument("--k", type=float, help="average set size, in the calibrated range (the model's own k)")
+    parser.add_argument("--coverage", type=float, metavar="C", help="or: hold the true class in this share of images")
+    parser.add_argument("--cumulative", type=float, metavar="P", help="or: the fewest classes with this probability")
+    parser.add_argument("--lambda-val", type=float, help="or: a threshold")
+    parser.add_argument("--method", **METHOD)
+    parser.add_argument("--per-class", action="store_true", help="reach the coverage in every class")
+    parser.add_argument("--min-size", type=int, default=1, help="at least this many classes (%(default)s)")
+    parser.add_argument("--max-size", type=int, help="at most this many classes")
+    parser.add_argument("--on-bad-image", **BAD_IMAGES)
+    parser.add_argument("--json", action="store_true", help="print JSON")
+
+
+def run(args: argparse.Namespace) -> None:
+    from huggingface_hub.utils import tqdm
+
+    from ..classifiers import load_classifier, model_scores, transform_for
+    from ..conformal import answer, check_request
+    from ..data import image_files
+    from ..sets import ranked_sets
+
+    names = ("k", "coverage", "cumulative", "lambda_val", "method", "per_class", "min_size", "max_size")
+    question = {name: getattr(args, name) for name in names}
+    model = load_classifier(args.model)
+    check_request(model.config, **question)
+    transform = transform_for(model)
+    paths = []
+    for path in args.images:
+        found = [str(file) for file in image_files(path)] if Path(path).is_dir() else [path]
+        if not found:
+            raise ValueError(f"{path} holds no images; name image files, or a folder with PNG or JPEG files.")
+        paths += found
+    predictions = []
+    for path in tqdm(paths, desc="predict", unit="image", disable=len(paths) < 20):
+        try:
+            pixels = transform.image(path)
+        except (OSError, ValueError) as error:
+            if args.on_bad_image == "error":
+                raise
+            print(f"left out: {printable(error)}", file=sys.stderr)
+            continue
+        scores = model_scores(model, pixels[None], args.k)  # (1, L)
+        classes = ranked_sets(scores, answer(scores, model.config, **question))[0]
+        found = [{"label": model.config.id2label[j], "score": scores[0, j].item()} for j in classes]
+        predictions.append({"image": path, "set": found})
+    if args.json:
+        plain = all(printable(item["label"]) == item["label"] for found in predictions for item in found["set"])
+        plain = plain and all(printable(found["image"]) == found["image"] for found in predictions)
+        print(json.dumps(predictions, indent=2, ensure_ascii=not plain))
+        return
+    for prediction in predictions:
+        number = len(prediction["set"])
+        print(f"{printable(prediction['image'])}: {number} class{'es' * (number != 1)}")
+        for item in prediction["set"]:
+            print(f"  {item['score']:8.4f}  {printable(item['label'])}")

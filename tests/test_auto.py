@@ -1,0 +1,51 @@
+"""After `import avgk_hf` transformers and timm know its models, in whatever order they are imported."""
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+LIGHT = "import sys, avgk_hf\nassert not {'torch', 'transformers', 'timm', 'datasets', 'numpy'} & set(sys.modules)\n"
+TIMM = "assert timm.create_model('densenet40_40_cifar', num_classes=3).num_classes == 3\n"
+PIPELINE = "assert type(pipeline('average-k-image-classification', FOLDER).model).__module__ == 'avgk_hf.modeling'\n"
+MODEL = "assert type(AutoModelForImageClassification.from_pretrained(FOLDER)).__module__ == 'avgk_hf.modeling'\n"
+LOADERS = (
+    "import importlib.machinery\n"
+    "for name in ('transformers', 'transformers.models.auto.configuration_auto', 'timm', 'avgk_hf.modeling'):\n"
+    "    assert type(sys.modules[name].__spec__.loader) is importlib.machinery.SourceFileLoader\n"
+)
+ORDERS = {
+    "ours, transformers": LIGHT + "from transformers import pipeline\n" + PIPELINE + LOADERS,
+    "transformers, ours": "from transformers import pipeline\nimport avgk_hf\n" + PIPELINE,
+    "ours, timm": LIGHT + "import timm\nassert 'transformers' not in sys.modules\n" + TIMM,
+    "timm, ours, transformers": "import timm, avgk_hf\n"
+    + TIMM
+    + "from transformers import AutoModelForImageClassification\n"
+    + MODEL,
+    "a module of ours, Auto class": "import avgk_hf.configuration\n"
+    "from transformers import AutoConfig\nassert AutoConfig.from_pretrained(FOLDER).model_type == 'avgk'\n",
+    "Auto class asked of the lazy module": "import transformers, avgk_hf\n"
+    "assert transformers.AutoConfig.from_pretrained(FOLDER).model_type == 'avgk'\n",
+    "a library that imports Auto classes": "import avgk_hf, peft\n"
+    "from transformers import AutoModelForImageClassification\n" + MODEL,
+}
+
+
+@pytest.mark.parametrize("program", ORDERS.values(), ids=ORDERS)
+def test_every_order_of_imports(program, make_model, tmp_path):
+    if "FOLDER" in program:
+        model = make_model()
+        model.config.set_calibration({2: 0.0}, record={})
+        model.save_pretrained(tmp_path)
+    code = f"FOLDER = {str(tmp_path)!r}\n{program}"
+    subprocess.run([sys.executable, "-c", code], check=True)
+
+
+def test_public_names_are_no_modules():
+    """`calibrate` was a module once, and the import of one would replace the function."""
+    import avgk_hf.commands.calibrate
+    import avgk_hf.evaluation
+
+    assert avgk_hf.calibrate is avgk_hf.evaluation.calibrate and callable(avgk_hf.load_classifier)
+    assert not {path.stem for path in Path(avgk_hf.__file__).parent.iterdir()} & set(avgk_hf.__all__)
