@@ -27,7 +27,8 @@ LAYERS = [
     {"cli"},
 ]
 REMOTE = {
-    "backbones", "checks", "configuration", "conformal", "densenet", "files", "images", "modeling", "monitor", "pipeline", "sets"
+    "backbones", "checks", "configuration", "conformal", "densenet", "files", "images", "modeling", "monitor",
+    "pipeline", "sets",
 }  # fmt: skip
 
 
