@@ -3,9 +3,13 @@
 Like the model, this file travels with a saved model as remote code.
 """
 
+import json
 import math
 from collections.abc import Iterable
+from pathlib import Path
 from typing import Any
+
+MOST_NESTED = 20  # mappings and lists inside each other in a JSON file
 
 
 def is_number(value: Any) -> bool:
@@ -48,3 +52,29 @@ def check_choice(name: str, value: Any, choices: Iterable[str]) -> str:
     if value not in choices:
         raise ValueError(f"{name}={value!r} is unknown; choose one of {choices}.")
     return value
+
+
+def read_json(path: Path) -> dict[str, Any]:
+    """What a JSON file maps; a missing or damaged one is refused with its name."""
+    try:
+        content = json.loads(path.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        raise FileNotFoundError(f"{path} is missing.") from None
+    except ValueError as error:
+        raise ValueError(f"{path} is not valid JSON ({error}): it is cut off or damaged.") from None
+    except RecursionError:
+        raise ValueError(f"{path} nests more than {MOST_NESTED} mappings or lists: it is damaged.") from None
+    if not isinstance(content, dict):
+        raise ValueError(f"{path} must hold a mapping, but holds {type(content).__name__}.")
+    check_nesting(content, path)
+    return content
+
+
+def check_nesting(content: dict[str, Any], path: str | Path) -> None:
+    """Refuse what is nested deeper than anything that is written here: copying and checking it would not end well."""
+    level: list[Any] = [content]
+    for _ in range(MOST_NESTED):
+        inside = (item.values() if isinstance(item, dict) else item for item in level)
+        level = [item for items in inside for item in items if isinstance(item, (dict, list))]
+    if level:
+        raise ValueError(f"{path} nests more than {MOST_NESTED} mappings or lists: it is damaged.")

@@ -1,7 +1,6 @@
 """Image classifiers of any class: loading one safely, what it answers, and saving it with its thresholds."""
 
 import inspect
-import json
 from pathlib import Path
 from typing import Any
 
@@ -19,17 +18,18 @@ from transformers import (
 )
 
 from .backbones import bounded, check_architecture, check_model_args, known_cfg
-from .configuration import AvgKConfig, check_dtype, check_labels, check_nesting, read_json
-from .conformal import check_coverage
+from .calibration import FIELDS, Calibration, load_details, save_details
+from .checks import check_nesting, read_json
+from .configuration import AvgKConfig, check_dtype, check_labels, readable_json
 from .data.transforms import ImageTransform, ProcessorTransform
 from .files import new_file, replacing, write_text
 from .model_card import render_card
 from .modeling import AvgKForImageClassification, check_folder, refuse_adapter
-from .pipeline import check_processor, config_score
-from .sets import check_thresholds, score
+from .pipeline import check_processor
+from .sets import score
 
 # what calibrating adds to the config of a classifier of another class
-CALIBRATED = ("thresholds", "heads", "head_thresholds", "coverage", "calibration", "score")
+CALIBRATED = (*FIELDS, "score")
 # names in a config.json besides the fields of its class that mean something: labels, and timm's own
 LABELS = ("model_type", "num_labels", "num_classes", "label_names", "torch_dtype", "pretrained_cfg")
 
@@ -51,10 +51,9 @@ def load_classifier(name: str) -> PreTrainedModel:
         ).eval()
     except SafetensorError as error:
         raise ValueError(f"the weights of {name} cannot be read ({error}); copy or download them again.") from error
-    config = model.config
-    try:  # configs of other classes do not look at them
-        check_thresholds(getattr(config, "thresholds", None) or {}, config.num_labels, config_score(config))
-        check_coverage(getattr(config, "coverage", None) or {}, config.num_labels, config_score(config))
+    load_details(model.config, name)  # as classes of other packages do not
+    try:
+        Calibration.of(model.config)
     except ValueError as error:
         raise ValueError(f"{folder / 'config.json'}: {error}") from None
     return model
@@ -122,13 +121,17 @@ def image_processor(model: PreTrainedModel) -> Any:
     return processor
 
 
+def forward(model: PreTrainedModel, pixel_values: Tensor) -> Any:
+    """The output of any classifier, wherever it is; `eval()` and `no_grad` are left to the caller."""
+    return model(pixel_values.to(model.device, model.dtype), return_dict=True)
+
+
 def model_scores(model: PreTrainedModel, pixel_values: Tensor, k: float | None = None) -> Tensor:
     """The scores (B, L) of any classifier that are compared with lambda_val."""
     if isinstance(model, AvgKForImageClassification):
         return model.scores(pixel_values, k)
     with torch.no_grad():
-        logits = model.eval()(pixel_values.to(model.device, model.dtype)).logits
-    return score(logits, config_score(model.config))
+        return score(forward(model.eval(), pixel_values).logits, Calibration.of(model.config).score)
 
 
 def save_classifier(model: PreTrainedModel, folder: str | Path, metrics: dict[str, float]) -> None:
@@ -138,15 +141,22 @@ def save_classifier(model: PreTrainedModel, folder: str | Path, metrics: dict[st
         if not isinstance(model, AvgKForImageClassification):
             image_processor(model).save_pretrained(new)
         model.save_pretrained(new)
-    dataset = (model.config.calibration or {}).get("dataset")
+        save_details(model.config, new)
+        write_config(model.config, new / "config.json")
+    dataset = Calibration.of(model.config).source.get("dataset")
     card = render_card(folder.name, model.config, {"validation": metrics}, {}, dataset, calibrated_only=True)
     with new_file(folder / "README.md") as new:
         card.save(new)
 
 
 def write_thresholds(model: PreTrainedModel, folder: str | Path) -> None:
-    """Store the thresholds of a calibrated model in the config.json of the folder it was loaded from."""
-    path = Path(folder) / "config.json"
-    found = {name: getattr(model.config, name) for name in CALIBRATED if hasattr(model.config, name)}
-    config = {**read_json(path), **found}
-    write_text(path, json.dumps(config, indent=2, sort_keys=True, ensure_ascii=False) + "\n")
+    """Store the calibration of a model in the files of the folder it was loaded from."""
+    save_details(model.config, folder)
+    write_config(model.config, Path(folder) / "config.json")
+
+
+def write_config(config: PreTrainedConfig, path: Path) -> None:
+    """Put the calibration of a config into a config.json of any class; what grows with the classes stays out of it."""
+    found = {name: getattr(config, name) for name in CALIBRATED if hasattr(config, name)}
+    found["calibration"] = Calibration.of(config).source
+    write_text(path, readable_json({**read_json(path), **found}))

@@ -39,9 +39,9 @@ from .comparison import (
 from .data import prepare
 from .data.glyphs import load_glyphs
 from .files import output_folder
-from .set_statistics import SetStatistics
 from .sets import HEADS, all_scores, k_key
 from .shell import guarded, is_secret
+from .statistics import SetStatistics
 from .train import (
     DataArguments,
     load_all,

@@ -17,10 +17,10 @@ from transformers import PreTrainedConfig
 from transformers.utils import logging
 
 from .backbones import MOST_LABELS, check_architecture, check_model_args, known_cfg
-from .checks import is_number
-from .conformal import check_coverage
+from .calibration import FIELDS, Calibration, load_details, save_details
+from .checks import check_choice, is_number, read_json
 from .files import new_file
-from .sets import HEADS, SCORES, check_k, check_thresholds, k_key, stored_head, stored_threshold
+from .sets import HEADS, SCORES, check_k
 
 logger = logging.get_logger(__name__)
 
@@ -42,7 +42,7 @@ DTYPES = ("float16", "bfloat16", "float32", "float64")
 NOT_FIELDS = ("model_type", "num_labels", "torch_dtype", "name_or_path", "auto_map", "custom_pipelines")
 NOT_FIELDS += ("output_attentions",)
 MOST_LETTERS = 100  # of a word among the hyperparameters
-MOST_NESTED = 20  # mappings and lists inside each other in a JSON file
+SHORT = 110  # letters of a value that stands on one line
 
 
 @strict
@@ -64,16 +64,13 @@ class AvgKConfig(PreTrainedConfig):
         sccp_head: Whether the model has the SCCP head besides the ML head.
         thresholds: {K: lambda_val} of the head that answers, from validation; K as text, lambda_val a plain float.
         heads: {K: head} that answers, as chosen on validation; only for `head="auto"`.
-        head_thresholds: {head: {K: lambda_val}} of every head, so that all can be compared on other data.
-        coverage: What answers by coverage, from the same images: thresholds by method and level, and what
-            `conformal.coverage_record` says about them; those of the head that answers for `k`.
-        calibration: Where the thresholds come from: number of images, split, dataset, date, training step; and
-            `curve`, the trade-off on these images (`SetStatistics.curve`), which like `coverage` is that of `head`.
+        calibration: Where the thresholds come from, and further what `Calibration` keeps; on disk that stands, with
+            the training counts, in calibration.json beside config.json.
         train_counts: Training images of each class, for the few / medium / many shot means.
 
     Example:
         >>> config = AvgKConfig(architecture="test_resnet", num_labels=10, k=2, thresholds={"2": 0.125})
-        >>> config.threshold(2)
+        >>> Calibration.of(config).threshold(2)
         0.125
     """
 
@@ -91,8 +88,6 @@ class AvgKConfig(PreTrainedConfig):
     sccp_head: bool = True
     thresholds: dict[str, float | int] = field(default_factory=dict)
     heads: dict[str, str] = field(default_factory=dict)
-    head_thresholds: dict[str, dict[str, float | int]] = field(default_factory=dict)
-    coverage: dict[str, Any] = field(default_factory=dict)
     calibration: dict[str, Any] | None = None
     train_counts: list[int] | None = None
 
@@ -111,8 +106,7 @@ class AvgKConfig(PreTrainedConfig):
         check_k(self.k)
         choices = {"score": SCORES, "head": (*HEADS, "auto"), "image_processor_type": (IMAGE_PROCESSOR,)}
         for name, allowed in choices.items():
-            if getattr(self, name) not in allowed:
-                raise ValueError(f"config.{name}={getattr(self, name)!r} is unknown; choose one of {list(allowed)}.")
+            check_choice(f"config.{name}", getattr(self, name), allowed)
         check_architecture(self.architecture)
         check_model_args(self.model_args)
         self.pretrained_cfg = known_cfg(self.pretrained_cfg)
@@ -122,16 +116,7 @@ class AvgKConfig(PreTrainedConfig):
             raise ValueError(f"config.train_counts has {len(self.train_counts)} values for {self.num_labels} classes.")
         if any(isinstance(count, bool) or count < 0 for count in self.train_counts or ()):
             raise ValueError(f"config.train_counts={self.train_counts!r} must hold whole numbers >= 0.")
-        check_thresholds(self.thresholds, self.num_labels, self.score)
-        for head, thresholds in self.head_thresholds.items():
-            if head not in HEADS:
-                raise ValueError(f"config.head_thresholds has the key {head!r}; choose among {list(HEADS)}.")
-            check_thresholds(thresholds, self.num_labels, self.score, f"head_thresholds[{head!r}]")
-        check_coverage(self.coverage, self.num_labels, self.score)
-        if self.head == "auto":
-            for key in self.thresholds:
-                if self.heads.get(key) not in HEADS:
-                    raise ValueError(f"config.heads[{key!r}]={self.heads.get(key)!r}; choose among {list(HEADS)}.")
+        Calibration.of(self)  # refuses what was edited or damaged
 
     @classmethod
     def from_dict(cls, config_dict: dict[str, Any], **kwargs: Any) -> "AvgKConfig":
@@ -139,16 +124,18 @@ class AvgKConfig(PreTrainedConfig):
 
         So is a name that is no field: transformers would keep it as an attribute, and act on some of them.
         """
+        folder = kwargs.get("name_or_path")  # given by AutoConfig
         try:
             known = cls._known(config_dict, **kwargs)
             if kwargs.get("objective", known.get("objective")) != known.get("objective"):
                 known |= {"objective": kwargs.pop("objective"), "hyperparameters": {}}
             known |= {name: kwargs.pop(name) for name in [*kwargs] if name in _every_hyperparameter()}
-            return super().from_dict(known, **kwargs)
+            found = super().from_dict(known, **kwargs)
         except (ValueError, TypeError, StrictDataclassError) as error:
-            if "name_or_path" not in kwargs:  # given by AutoConfig
-                raise
-            raise _in_file(Path(kwargs["name_or_path"], "config.json"), error) from error
+            raise (error if folder is None else _in_file(Path(folder, "config.json"), error)) from error
+        if folder is not None and Path(folder).is_dir():
+            load_details(found[0] if isinstance(found, tuple) else found, folder)
+        return found
 
     @classmethod
     def _known(cls, config_dict: dict[str, Any], **kwargs: Any) -> dict[str, Any]:
@@ -162,20 +149,26 @@ class AvgKConfig(PreTrainedConfig):
         stored = len(config_dict.get("id2label") or {})
         wanted = len(kwargs["id2label"]) if "id2label" in kwargs else kwargs.get("num_labels", stored)
         if stored and wanted != stored:
-            known -= {"thresholds", "heads", "head_thresholds", "coverage", "calibration", "train_counts"}
+            known -= {*FIELDS, "train_counts"}
         return {name: value for name, value in config_dict.items() if name in known}
 
     @classmethod
     def from_pretrained(cls, pretrained_model_name_or_path: str | os.PathLike, **kwargs: Any) -> "AvgKConfig":
-        """As in the base class; a broken config.json is refused with its name and the field's."""
+        """As in the base class, with calibration.json; a broken file is refused with its name and the field's."""
         path = Path(pretrained_model_name_or_path, kwargs.get("subfolder") or "", "config.json")
-        if not path.is_file():
-            return super().from_pretrained(pretrained_model_name_or_path, **kwargs)
-        read_json(path)
+        if path.is_file():
+            read_json(path)
         try:
-            return super().from_pretrained(pretrained_model_name_or_path, **kwargs)
+            found = super().from_pretrained(pretrained_model_name_or_path, **kwargs)
         except (ValueError, TypeError, StrictDataclassError) as error:
-            raise _in_file(path, error) from error
+            raise (_in_file(path, error) if path.is_file() else error) from error
+        load_details(found[0] if isinstance(found, tuple) else found, pretrained_model_name_or_path, **kwargs)
+        return found
+
+    def save_pretrained(self, save_directory: str | os.PathLike, **kwargs: Any) -> None:
+        """As in the base class, with calibration.json beside config.json."""
+        super().save_pretrained(save_directory, **kwargs)
+        save_details(self, save_directory)
 
     @classmethod
     def from_json_file(cls, json_file: str | os.PathLike) -> "AvgKConfig":
@@ -192,42 +185,15 @@ class AvgKConfig(PreTrainedConfig):
         stated = ("architecture", "pretrained_cfg", "image_processor_type", "objective", "hyperparameters", "k")
         stated += ("score", "head", "sccp_head", "thresholds")
         output = {**super().to_diff_dict(), "auto_map": AUTO_MAP, "custom_pipelines": CUSTOM_PIPELINES}
-        return {**output, **{name: getattr(self, name) for name in stated}}
+        output |= {name: getattr(self, name) for name in stated}
+        if self.calibration is not None:
+            output["calibration"] = Calibration.of(self).source
+        output.pop("train_counts", None)
+        return output
 
-    def threshold(self, k: float | None = None) -> float:
-        """lambda_val of `k` (default: `self.k`); refuses where none was calibrated."""
-        return stored_threshold(self, k)
-
-    def head_for(self, k: float | None = None) -> str:
-        """The head that answers for `k` (default: `self.k`)."""
-        return stored_head(self, k)
-
-    def set_calibration(
-        self,
-        thresholds: dict[float, float],
-        record: dict[str, Any],
-        heads: dict[float, str] | None = None,
-        head_thresholds: dict[str, dict[float, float]] | None = None,
-        coverage: dict[str, Any] | None = None,
-    ) -> None:
-        """Store what a calibration found.
-
-        Args:
-            thresholds: {K: lambda_val} of the head that answers.
-            record: Where they come from.
-            heads: {K: head} that was chosen, for `head="auto"`.
-            head_thresholds: {head: {K: lambda_val}} of every head.
-            coverage: What `conformal.coverage_record` made of the same images.
-        """
-        self.heads = {k_key(k): head for k, head in sorted((heads or {}).items())}
-        self.thresholds = _plain(thresholds)
-        self.head_thresholds = {head: _plain(values) for head, values in (head_thresholds or {}).items()}
-        self.coverage = coverage or {}
-        self.calibration = record
-
-    def clear_calibration(self) -> None:
-        """Forget the thresholds, because the weights or the classes they belong to have changed."""
-        self.thresholds, self.heads, self.head_thresholds, self.coverage, self.calibration = {}, {}, {}, {}, None
+    def to_json_string(self, use_diff: bool = True) -> str:
+        """As in the base class, with what is short on one line."""
+        return readable_json(self.to_diff_dict() if use_diff else self.to_dict())
 
 
 def _readable(init: Any) -> Any:
@@ -307,35 +273,34 @@ def _refuse_misspelt(name: str) -> None:
         raise ValueError(f"config.{name} is no field of AvgKConfig. Did you mean {near[0]!r}?")
 
 
-def _plain(thresholds: dict[float, float]) -> dict[str, float]:
-    return {k_key(k): float(lambda_val) for k, lambda_val in sorted(thresholds.items())}
-
-
 def _in_file(path: Path, error: Exception) -> ValueError:
     return ValueError(f"{path}: {' '.join(str(error).split())}")
 
 
-def read_json(path: Path) -> dict[str, Any]:
-    """What a JSON file maps; a missing or damaged one is refused with its name."""
-    try:
-        content = json.loads(path.read_text(encoding="utf-8"))
-    except FileNotFoundError:
-        raise FileNotFoundError(f"{path} is missing.") from None
-    except ValueError as error:
-        raise ValueError(f"{path} is not valid JSON ({error}): it is cut off or damaged.") from None
-    except RecursionError:
-        raise ValueError(f"{path} nests more than {MOST_NESTED} mappings or lists: it is damaged.") from None
-    if not isinstance(content, dict):
-        raise ValueError(f"{path} must hold a mapping, but holds {type(content).__name__}.")
-    check_nesting(content, path)
-    return content
+def readable_json(content: dict[str, Any]) -> str:
+    """JSON for a person: every field on a line of its own, with what it holds if that is short.
 
+    >>> labels = {str(i): f"class {i}" for i in range(9)}
+    >>> print(readable_json({"thresholds": {"2": 0.1, "1": 0.5}, "id2label": labels}))  # doctest: +ELLIPSIS
+    {
+      "id2label": {
+        "0": "class 0",
+        ...
+      },
+      "thresholds": {"1": 0.5, "2": 0.1}
+    }
+    """
 
-def check_nesting(content: dict[str, Any], path: str | Path) -> None:
-    """Refuse what is nested deeper than anything that is written here: copying and checking it would not end well."""
-    level: list[Any] = [content]
-    for _ in range(MOST_NESTED):
-        inside = (item.values() if isinstance(item, dict) else item for item in level)
-        level = [item for items in inside for item in items if isinstance(item, (dict, list))]
-    if level:
-        raise ValueError(f"{path} nests more than {MOST_NESTED} mappings or lists: it is damaged.")
+    def lines(value: Any, indent: str) -> str:
+        short = json.dumps(value, sort_keys=True, ensure_ascii=False)
+        if len(short) <= SHORT or not isinstance(value, (dict, list)):
+            return short
+        if isinstance(value, list):
+            parts = [lines(item, indent + "  ") for item in value]
+        else:
+            parts = [f"{json.dumps(str(key))}: {lines(value[key], indent + '  ')}" for key in sorted(value)]
+        first, last = ("[", "]") if isinstance(value, list) else ("{", "}")
+        return f"{first}\n{indent}  " + f",\n{indent}  ".join(parts) + f"\n{indent}{last}"
+
+    parts = [f"  {json.dumps(key)}: {lines(content[key], '  ')}" for key in sorted(content)]
+    return "{\n" + ",\n".join(parts) + "\n}\n"

@@ -1,40 +1,235 @@
-"""Compute the thresholds of any image classifier on a dataset, or evaluate it with those it has."""
+"""The one loop over images: batches in, statistics and calibration out.
+
+It serves our model, classifiers of other packages and ONNX graphs, labelled images or not, one process or many;
+`AvgKTrainer`, the commands, the study and the export all call `loop`. No score matrix is kept: O(K n) memory.
+"""
 
 import datetime
-import tempfile
-from collections.abc import Iterable
-from functools import partial
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
 import torch
-from datasets import Dataset, Image
+from accelerate import PartialState
+from accelerate.data_loader import BatchSamplerShard
+from datasets import Dataset
 from huggingface_hub.utils import tqdm
+from torch.utils.data import BatchSampler, DataLoader, SequentialSampler
 from transformers import PreTrainedModel, default_data_collator
 
-from .classifiers import model_scores, transform_for
-from .conformal import (
-    LEVELS,
-    answer,
-    check_level,
-    enough_images,
-    level_key,
-    question_name,
-    recorded_levels,
-    stored_coverage,
-)
+from .calibration import Calibration
+from .checks import check_choice, check_whole
+from .classifiers import forward, transform_for
+from .conformal import LEVELS, check_enough, check_level, enough_images, question_name
 from .data import align_labels, prepare, skip_bad_images
 from .data.datasets import ON_BAD_IMAGE
+from .losses import make_loss
 from .modeling import AvgKForImageClassification
 from .monitor import SetSizeMonitor
-from .pipeline import config_score
-from .set_statistics import SetStatistics
-from .sets import check_k, k_key, predict_sets, stored_head, stored_threshold
-from .trainer import AvgKTrainer
-from .training_args import AvgKTrainingArguments
+from .processes import gather_list, rank, sum_over_processes, world_size
+from .questions import Question
+from .sets import HEADS, NotFinite, all_scores, check_k, k_key, metric_name
+from .statistics import SetStatistics
 
-# what the Trainer says besides about its own work
-TIMES = ("runtime", "samples_per_second", "steps_per_second", "model_preparation_time", "epoch")
+
+class Evaluation:
+    """What one pass over n images collects about one model: statistics of every head, the loss, and sets.
+
+    Args:
+        config: The model's config.
+        num_examples: n.
+        ks: Average set sizes.
+        calibrate: Whether the thresholds come from these images, or from the config's calibration.
+        levels: Coverage levels to calibrate, or to measure.
+        method: How the coverage that is measured is reached.
+        per_class: Whether to calibrate thresholds of each class too, or to measure with them.
+        score: What is thresholded, if not what the config says.
+        thresholds: {head: {K: lambda_val}} in place of those of the calibration.
+        keep_sets: Whether to keep the sets of the model's own K.
+    """
+
+    def __init__(
+        self,
+        config: Any,
+        num_examples: int,
+        ks: Sequence[float],
+        calibrate: bool = False,
+        levels: Iterable[float] = (),
+        method: str = "lac",
+        per_class: bool = False,
+        score: str | None = None,
+        thresholds: Mapping[str, Mapping[float, float]] | None = None,
+        keep_sets: bool = False,
+    ) -> None:
+        if num_examples == 0:
+            raise ValueError("the dataset to evaluate is empty.")
+        self.config, self.num_examples, self.calibrate = config, num_examples, calibrate
+        self.levels, self.per_class = list(levels), per_class
+        self.score = score or getattr(config, "score", "softmax")
+        # all metrics of a classifier without a K of its own are named by their K
+        self.own_k: float | None = getattr(config, "k", None)
+        heads = HEADS if getattr(config, "sccp_head", False) else HEADS[:1]
+        counts = getattr(config, "train_counts", None)
+        answering, answers, self.answer = set(heads), {}, None
+        if calibrate:
+            given: Mapping[str, Any] = dict.fromkeys(heads)
+        elif thresholds is not None:
+            given = thresholds
+        else:
+            calibration = Calibration.of(config)
+            given, answering = _stored(calibration, heads, ks), {calibration.head()}
+            asked = {question_name(c, method, per_class): (c, method, per_class) for c in self.levels}
+            answers = {name: calibration.answer(_by_coverage(*asked[name])) for name in asked}
+            self.answer = calibration.answer(Question())
+        sums = calibrate and self.score == "softmax" and bool(self.levels)
+        self.statistics = {
+            head: SetStatistics(
+                ks if of_head is None else list(of_head),
+                num_examples,
+                of_head,
+                counts,
+                mass=sums and (head in answering),
+                answers=answers if head in answering else None,
+            )
+            for head, of_head in given.items()
+        }
+        self.sets: list[tuple[int, list[list[int]]]] | None = [] if keep_sets else None
+        self.labelled, self.loss_sum, self._results = True, 0.0, None
+
+    def update(self, output: Any, labels: torch.Tensor | None, first: int, loss: torch.Tensor | None = None) -> None:
+        """Take in one batch.
+
+        Args:
+            output: Of the model: `logits` (b, L), and `sccp_logits` where it has them.
+            labels: True classes (b,), or None.
+            first: Position of the first image among the n.
+            loss: Mean over the batch.
+        """
+        scores = all_scores(output.logits, getattr(output, "sccp_logits", None), self.score, first)
+        if self.sets is not None:
+            self.sets.append((first, self.answer.classes(scores[self.answer.head])))
+        self.labelled &= labels is not None
+        for head, statistics in self.statistics.items():
+            statistics.update(scores[head], None if labels is None else labels.to(scores[head].device), first)
+        if loss is not None:
+            self.loss_sum += loss.double() * len(output.logits)
+
+    def merge(self, device: torch.device | str) -> None:
+        """Exchange what the processes collected, so that each has the whole."""
+        self.labelled = sum_over_processes(float(not self.labelled), device) == 0
+        self.loss_sum = sum_over_processes(float(self.loss_sum), device)
+        for statistics in self.statistics.values():
+            statistics.labelled = self.labelled
+            statistics.merge_processes(device)
+        if self.sets is not None:
+            self.sets = sorted(gather_list(self.sets))
+
+    @property
+    def results(self) -> dict[str, dict[float, dict[str, float]]]:
+        """{head: {K: metrics}}."""
+        if self._results is None:
+            self._results = {head: statistics.compute() for head, statistics in self.statistics.items()}
+        return self._results
+
+    def best_head(self, k: float) -> str:
+        """The head with the highest accuracy on these images."""
+        return max(self.results, key=lambda head: self.results[head][k]["average_k_accuracy"])
+
+    def store(self, **source: Any) -> Calibration:
+        """Write the thresholds to the config, and for `head="auto"` the head that is best on these images."""
+        config, results = self.config, self.results
+        ks, head = list(results["ml"]), getattr(config, "head", "ml")
+        chosen = {k: self.best_head(k) if head == "auto" else head for k in ks}
+        own = chosen[min(ks) if self.own_k is None else self.own_k]
+        statistics = self.statistics[own]
+        lambdas = {head: {k: found["lambda_val"] for k, found in of_k.items()} for head, of_k in results.items()}
+        return Calibration.store(
+            config,
+            {k: lambdas[head][k] for k, head in chosen.items()},
+            {"num_examples": self.num_examples, "date": _today(), **source, "head": own},
+            heads=chosen if head == "auto" else None,
+            head_thresholds=lambdas if len(lambdas) > 1 else None,
+            coverage=statistics.coverage(self.levels, self.per_class, min(ks) if self.own_k is None else self.own_k),
+            curve=statistics.curve(),
+        )
+
+    def metrics(self) -> dict[str, float]:
+        """What is reported: of the head that answers, with `@K` behind the name for every K but the model's own."""
+        calibration, results, metrics = Calibration.of(self.config), self.results, {}
+        ks = list(dict.fromkeys(k for of_k in results.values() for k in of_k))
+        if self.labelled:
+            first = ks[0] if self.own_k is None else self.own_k
+            metrics["top1_accuracy"] = results[calibration.head(first)][first]["top1_accuracy"]
+        for k in ks:
+            for name, value in results[calibration.head(k)][k].items():
+                if name != "top1_accuracy":  # the same for every K
+                    metrics[metric_name(name, k, self.own_k)] = value
+            if len(results) > 1 and self.labelled:
+                for head in results:
+                    if k in results[head]:
+                        accuracy = results[head][k]["average_k_accuracy"]
+                        metrics[metric_name(f"average_k_accuracy_{head}", k, self.own_k)] = accuracy
+        if self.labelled:
+            metrics |= self.statistics[calibration.head()].coverage_metrics()
+        return metrics
+
+    def set_sizes(self, k: float) -> np.ndarray:
+        """The set size (n,) of every image at the threshold of `k`."""
+        return self.statistics[Calibration.of(self.config).head(k)].set_sizes(k)
+
+
+def _by_coverage(level: float, method: str, per_class: bool) -> Question:
+    return Question(coverage=level, method=method, per_class=per_class)
+
+
+def _stored(calibration: Calibration, heads: Iterable[str], ks: Iterable[float]) -> dict[str, dict[float, float]]:
+    """The thresholds of every head for the K that it was calibrated for; the head that answers must have them all."""
+    found = {calibration.head(k): {} for k in ks}
+    for head in heads:
+        known = calibration.thresholds.get(head) or {}
+        for k in ks:
+            if calibration.head(k) == head or (known and min(known) <= k <= max(known)):
+                found.setdefault(head, {})[k] = calibration.head_threshold(head, k)
+    return {head: found[head] for head in heads if head in found}
+
+
+def _today() -> str:
+    return datetime.datetime.now(datetime.timezone.utc).date().isoformat()
+
+
+@torch.no_grad()
+def loop(
+    evaluations: Sequence[Evaluation],
+    batches: Iterable[Mapping[str, Any]],
+    compute: Callable[[Mapping[str, Any]], tuple[Any, torch.Tensor | None]],
+    batch_size: int,
+    device: torch.device | str = "cpu",
+    after: Callable[[], None] | None = None,
+) -> None:
+    """Go through images once, for one or more evaluations of the same model.
+
+    Args:
+        evaluations: What is to be collected.
+        batches: With `pixel_values` and, where they are known, `labels`; of several processes, batch i of process r is
+            batch i W + r of the dataset.
+        compute: A batch to the model's output and the loss, or None.
+        batch_size: Of all batches but the last.
+        device: Where processes exchange tensors.
+        after: Called after every batch.
+    """
+    first, stride = rank() * batch_size, world_size() * batch_size
+    for batch in batches:
+        output, loss = compute(batch)
+        try:
+            for evaluation in evaluations:
+                evaluation.update(output, batch.get("labels"), first, loss)
+        except NotFinite as error:
+            raise NotFinite(f"batch {first // batch_size} of the evaluation: {error}") from None
+        first += stride if world_size() > 1 else len(output.logits)
+        if after is not None:
+            after()
+    for evaluation in evaluations:
+        evaluation.merge(device)
 
 
 def calibrate(
@@ -49,7 +244,7 @@ def calibrate(
         model: The classifier.
         dataset: Validation images, one split of `load_splits`.
         k: Average set sizes, each in [1, L).
-        dataset_name: For the calibration record.
+        dataset_name: For the record of the calibration.
         kwargs: As in `evaluate`.
 
     Returns:
@@ -74,37 +269,32 @@ def evaluate(
 ) -> dict[str, float]:
     """Evaluate a classifier on one split of `load_splits`, in one streaming pass.
 
-    Of images without labels only the set sizes are known: `mean_set_size`, that of the monitor's K (default: the
-    first of `k`, or the model's own), and for others of `k` `mean_set_size@<K>`.
-
     Args:
         model: The model; with `calibrate` its config receives the thresholds.
-        dataset: The split; its classes are matched to the model's by name.
+        dataset: The split; its classes are matched to the model's by name. Without labels only sizes are measured.
         k: Average set sizes besides the model's own, in the calibrated range; default: all that are calibrated.
         calibrate: Compute the thresholds from this split, instead of using those in the config.
         batch_size: Images per forward pass.
         num_workers: Processes that read images.
-        dataset_name: For the calibration record.
+        dataset_name: For the record of the calibration.
         on_bad_image: `"error"` refuses an image that cannot be read, `"skip"` leaves it out and counts it.
         coverage: Coverage levels to calibrate (default: 0.9, 0.95 and 0.99, as far as there are images enough), or to
             report (default: all that are recorded).
-        method: How the coverage that is reported is reached, as in `conformal.answer`.
+        method: How the coverage that is reported is reached, as in `Question`.
         per_class: Whether to calibrate the thresholds of each class too, or to answer with them.
         monitor: Takes in the set sizes of its K, in random order, because folders are read class by class. Not for
-            calibrating, where the sizes are K by construction.
+            calibrating, where the sizes are K by construction. Images without labels always have one.
 
     Returns:
         The metrics, as `AvgKTrainer.evaluate` names them, without prefix; with `on_bad_image="skip"` also the number
         of images `skipped`.
     """
-    for option, value, least in (("batch_size", batch_size, 1), ("num_workers", num_workers, 0)):
-        if isinstance(value, bool) or not isinstance(value, int) or value < least:
-            raise ValueError(f"{option}={value!r} must be a whole number of at least {least}.")
-    if on_bad_image not in ON_BAD_IMAGE:
-        raise ValueError(f"on_bad_image={on_bad_image!r} is unknown; choose one of {list(ON_BAD_IMAGE)}.")
+    check_whole("batch_size", batch_size, 1)
+    check_whole("num_workers", num_workers)
+    check_choice("on_bad_image", on_bad_image, ON_BAD_IMAGE)
+    labelled, k = "label" in dataset.column_names, list(k)
     if calibrate and monitor is not None:
         raise ValueError("a monitor compares other images with those of the calibration: evaluate with it afterwards.")
-    labelled, k = "label" in dataset.column_names, list(k)
     if not labelled and calibrate:
         raise ValueError("the images have no labels: calibrate on labelled ones, split/<class>/image.jpg.")
     if not labelled and (coverage is not None or per_class or method != "lac"):
@@ -113,41 +303,64 @@ def evaluate(
     if on_bad_image == "skip":  # before anything is computed, because the threshold depends on the number of images
         dataset, number = skip_bad_images(dataset, str(dataset.split or dataset_name or "the dataset"), num_workers)
         skipped = {"skipped": number}
+    config = model.config
+    if labelled:
+        dataset = align_labels(dataset, config)
+    else:
+        monitor = monitor or SetSizeMonitor.from_config(config, *k[:1])
+    ks = _sizes(config, k, calibrate, monitor)
+    levels = _levels(config, coverage, calibrate, len(dataset), method, per_class) if labelled else []
+    evaluation = Evaluation(config, len(dataset), ks, calibrate, levels, method, per_class)
+    run_model(model, dataset, [evaluation], batch_size, num_workers, "calibrate" if calibrate else "evaluate")
+    if calibrate:
+        evaluation.store(dataset=dataset_name, split=str(dataset.split or "validation"))
+    metrics = evaluation.metrics()
+    if isinstance(model, AvgKForImageClassification) and labelled:
+        metrics = {"loss": evaluation.loss_sum / len(dataset), **metrics}
     if not labelled:
-        monitor = monitor or SetSizeMonitor.from_config(model.config, *k[:1])
-        return {**_evaluate_unlabelled(model, dataset, k, batch_size, num_workers, monitor), **skipped}
-    dataset = align_labels(dataset, model.config)
-    ks = k or [float(key) for key in getattr(model.config, "thresholds", None) or {}]
-    if monitor is not None and monitor.k not in ks:
-        ks = [*ks, monitor.k]
-    for size in () if calibrate else ks or [None]:
-        stored_threshold(model.config, size)  # refuses one that is not calibrated
-    levels = _levels(model, coverage, calibrate, len(dataset), method, per_class)
-    if not isinstance(model, AvgKForImageClassification):
-        how = {"method": method, "per_class": per_class, "monitor": monitor}
-        metrics = _evaluate_foreign(
-            model, dataset, ks, calibrate, batch_size, num_workers, dataset_name, levels, **how
-        )
-        return {**metrics, **skipped}
-    with tempfile.TemporaryDirectory() as folder:
-        args = AvgKTrainingArguments(
-            output_dir=folder,
-            calibrate_k=ks,
-            calibrate_coverage=levels,
-            calibrate_per_class=per_class,
-            coverage_method=method,
-            per_device_eval_batch_size=batch_size,
-            dataloader_num_workers=num_workers,
-            dataloader_pin_memory=False,
-            report_to="none",
-        )
-        trainer = AvgKTrainer(
-            model=model, args=args, eval_dataset=prepare(dataset, model.config), dataset_name=dataset_name
-        )
-        metrics = trainer.evaluate(calibrate=calibrate)
-        seen = {} if monitor is None else watch(monitor, trainer.statistics(monitor.k).set_sizes(monitor.k))
-    metrics = {name.removeprefix("eval_"): value for name, value in metrics.items()}
-    return {**{name: value for name, value in metrics.items() if name not in TIMES}, **seen, **skipped}
+        metrics = _of_sizes(metrics, len(dataset), monitor.k, evaluation.own_k)
+    seen = {} if monitor is None else watch(monitor, evaluation.set_sizes(monitor.k))
+    return {**metrics, **seen, **skipped}
+
+
+def run_model(
+    model: PreTrainedModel,
+    dataset: Dataset,
+    evaluations: Sequence[Evaluation],
+    batch_size: int = 64,
+    num_workers: int = 0,
+    description: str = "evaluate",
+    compute: Callable[[Mapping[str, Any]], tuple[Any, torch.Tensor | None]] | None = None,
+) -> None:
+    """`loop` over a dataset as it was loaded, with the model where it is; of several processes, each takes a share.
+
+    Args:
+        model: For its preprocessing and, without `compute`, its output.
+        dataset: One split of `load_splits`.
+        evaluations: As in `loop`.
+        batch_size: Images per forward pass.
+        num_workers: Processes that read images.
+        description: For the progress bar.
+        compute: As in `loop`.
+    """
+    PartialState(cpu=not torch.accelerator.is_available())  # joins the other processes, if there are any
+    sampler = BatchSampler(SequentialSampler(range(len(dataset))), batch_size, drop_last=False)
+    if world_size() > 1:
+        sampler = BatchSamplerShard(sampler, world_size(), rank(), even_batches=False)
+    images = prepare(dataset, transform_for(model), labelled="label" in dataset.column_names)
+    loader = DataLoader(images, batch_sampler=sampler, collate_fn=default_data_collator, num_workers=num_workers)
+    model.eval()
+    own = isinstance(model, AvgKForImageClassification) and compute is None
+    criterion = make_loss(model.config, 0).to(model.device) if own else None
+
+    def on_device(batch: Mapping[str, Any]) -> tuple[Any, torch.Tensor | None]:
+        output = forward(model, batch["pixel_values"])
+        if criterion is None or "labels" not in batch:
+            return output, None
+        return output, criterion(output, batch["labels"].to(model.device), None)
+
+    batches = tqdm(loader, desc=description, unit="batch", disable=rank() > 0)
+    loop(evaluations, batches, compute or on_device, batch_size, model.device)
 
 
 def watch(monitor: SetSizeMonitor, sizes: np.ndarray) -> dict[str, float]:
@@ -157,109 +370,46 @@ def watch(monitor: SetSizeMonitor, sizes: np.ndarray) -> dict[str, float]:
     return {"monitored_k": monitor.k, "set_size_low": low, "set_size_high": high, "drifted": monitor.drifted}
 
 
-def _evaluate_unlabelled(
-    model: PreTrainedModel,
-    dataset: Dataset,
-    ks: list[float],
-    batch_size: int,
-    num_workers: int,
-    monitor: SetSizeMonitor,
-) -> dict[str, float]:
-    """`evaluate` for images without labels."""
-    lambdas = {k: stored_threshold(model.config, k) for k in dict.fromkeys([monitor.k, *ks])}
-    images = dataset.cast_column("image", Image(decode=False)).with_transform(transform_for(model))
-    loader = torch.utils.data.DataLoader(images, batch_size, collate_fn=default_data_collator, num_workers=num_workers)
-    sizes = {k: [] for k in lambdas}
-    for batch in tqdm(loader, desc="evaluate", unit="batch"):
-        scores = {}  # of every head that answers
-        for k, lambda_val in lambdas.items():
-            head = stored_head(model.config, k)
-            if head not in scores:
-                scores[head] = model_scores(model, batch["pixel_values"], k)
-            sizes[k].append(predict_sets(scores[head], lambda_val).sum(1).cpu().numpy())
-    found = {k: np.concatenate(batches) for k, batches in sizes.items()}
-    own = found.pop(monitor.k)
-    others = {f"mean_set_size@{k_key(k)}": float(of_k.mean()) for k, of_k in found.items()}
-    return {"num_images": len(own), "mean_set_size": float(own.mean()), **others, **watch(monitor, own)}
+def _of_sizes(metrics: Mapping[str, float], num_images: int, watched: float, own: float | None) -> dict[str, float]:
+    """Of images without labels: the mean sizes, that of the watched K first and without its K."""
+    sizes = {name: value for name, value in metrics.items() if name.startswith("mean_set_size")}
+    mean = sizes.pop(metric_name("mean_set_size", watched, own))
+    if own is not None and own != watched:
+        sizes[f"mean_set_size@{k_key(own)}"] = sizes.pop("mean_set_size")
+    return {"num_images": num_images, "mean_set_size": mean, **sizes}
+
+
+def _sizes(config: Any, k: list[float], calibrate: bool, monitor: SetSizeMonitor | None) -> list[float]:
+    """The average set sizes of an evaluation: the model's own, those asked for or all recorded, the monitor's."""
+    calibration = Calibration.of(config)
+    ks = k or calibration.ks
+    if hasattr(config, "k"):
+        ks = [config.k, *ks]
+    if monitor is not None:
+        ks = [*ks, monitor.k]
+    if not ks:
+        raise ValueError("name the average set sizes to calibrate for, e.g. `k=[1, 2, 5]`.")
+    for size in ks:
+        check_k(size, config.num_labels)
+        if not calibrate:
+            calibration.threshold(size)  # refuses one that is not calibrated
+    return list({k_key(size): size for size in ks}.values())
 
 
 def _levels(
-    model: PreTrainedModel,
-    coverage: Iterable[float] | None,
-    calibrate: bool,
-    num_examples: int,
-    method: str,
-    per_class: bool,
+    config: Any, coverage: Iterable[float] | None, calibrate: bool, num_examples: int, method: str, per_class: bool
 ) -> list[float]:
     """The coverage levels to calibrate or to report; one that was asked for and cannot be had is refused."""
+    if calibrate and coverage is None:
+        return [level for level in LEVELS if num_examples >= enough_images(level)]
     if calibrate:
-        levels = [check_level(level) for level in (LEVELS if coverage is None else coverage)]
-        for level in levels if coverage is not None else ():
-            if num_examples < enough_images(level):
-                raise ValueError(
-                    f"coverage={level_key(level)} cannot be calibrated on {num_examples} image(s): it takes"
-                    f" {enough_images(level)} at least. Use more validation images or a lower coverage."
-                )
-        return [level for level in levels if num_examples >= enough_images(level)]
-    levels = list(coverage) if coverage is not None else recorded_levels(model.config, method, per_class)
+        for level in coverage:
+            check_enough(check_level(level), num_examples)
+        return list(coverage)
+    calibration = Calibration.of(config)
+    levels = list(coverage) if coverage is not None else calibration.levels(method, per_class)
     if coverage is None and not levels and (per_class or method != "lac"):
         levels = [LEVELS[0]]  # to be refused with what is missing
     for level in levels:
-        stored_coverage(model.config, level, method, per_class)
+        calibration.answer(_by_coverage(level, method, per_class))
     return levels
-
-
-def _evaluate_foreign(
-    model: PreTrainedModel,
-    dataset: Dataset,
-    ks: list[float],
-    calibrate: bool,
-    batch_size: int,
-    num_workers: int,
-    dataset_name: str | None,
-    levels: list[float],
-    method: str,
-    per_class: bool,
-    monitor: SetSizeMonitor | None,
-) -> dict[str, float]:
-    """`evaluate` for a classifier of another class, whose config may hold thresholds all the same."""
-    config = model.config
-    if not ks:
-        raise ValueError("name the average set sizes to calibrate for, e.g. `k=[1, 2, 5]`.")
-    for k in ks:
-        check_k(k, config.num_labels)
-    thresholds = None if calibrate else {k: stored_threshold(config, k) for k in ks}
-    how = {"method": method, "per_class": per_class}
-    questions = {
-        question_name(level, **how): partial(answer, config=config, coverage=level, **how)
-        for level in levels
-        if not calibrate
-    }
-    mass = calibrate and bool(levels) and config_score(config) == "softmax"
-    statistics = SetStatistics(ks, len(dataset), thresholds, mass=mass, questions=questions)
-    loader = torch.utils.data.DataLoader(
-        prepare(dataset, transform_for(model)), batch_size, collate_fn=default_data_collator, num_workers=num_workers
-    )
-    for number, batch in enumerate(tqdm(loader, desc="calibrate" if calibrate else "evaluate", unit="batch")):
-        try:
-            scores = model_scores(model, batch["pixel_values"])
-        except ValueError as error:
-            raise ValueError(f"batch {number} of the evaluation: {error}") from error
-        statistics.update(scores, batch["labels"].to(scores.device))
-    results = statistics.compute()
-    if calibrate:
-        config.score = config_score(config)
-        config.thresholds = {k_key(k): result["lambda_val"] for k, result in sorted(results.items())}
-        config.calibration = {
-            "num_examples": len(dataset),
-            "dataset": dataset_name,
-            "split": str(dataset.split or "validation"),
-            "date": datetime.datetime.now(datetime.timezone.utc).date().isoformat(),
-            "curve": statistics.curve(),
-        }
-        config.coverage = statistics.coverage(levels, per_class, min(ks))
-    metrics = {"top1_accuracy": results[ks[0]]["top1_accuracy"]}
-    for k, result in results.items():
-        metrics.update({f"{name}@{k_key(k)}": v for name, v in result.items() if name != "top1_accuracy"})
-    seen = {} if monitor is None else watch(monitor, statistics.set_sizes(monitor.k))
-    return {**metrics, **statistics.coverage_metrics(), **seen}

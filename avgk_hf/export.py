@@ -13,27 +13,28 @@ import json
 import logging
 import tempfile
 import warnings
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import torch
 from datasets import Dataset
-from huggingface_hub.utils import tqdm
 from PIL import Image
 from torch import Tensor, nn
-from transformers import PreTrainedModel, default_data_collator
+from transformers import PreTrainedModel
 
+from .calibration import Calibration
 from .classifiers import image_processor, model_scores, transform_for
-from .data import align_labels, prepare
+from .data import align_labels
+from .evaluation import Evaluation, run_model
 from .files import copy_file, replacing, write_text
 from .modeling import AvgKForImageClassification, processor_config
-from .pipeline import config_score
 from .runs import check_output_dir
-from .set_statistics import SetStatistics
-from .sets import SCORES, k_key, own_k, stored_head, stored_threshold
+from .questions import Question
+from .sets import SCORES, k_key
 
 logger = logging.getLogger(__name__)
 MODEL, INT8, REPORT, PROCESSOR = "model.onnx", "model.int8.onnx", "export.json", "preprocessor_config.json"
@@ -84,21 +85,21 @@ def exportable(model: PreTrainedModel, k: float | None = None) -> SetClassifier:
 
     Example:
         >>> model = AvgKForImageClassification.from_timm("test_resnet", num_labels=10, k=2, image_size=32)
-        >>> model.config.set_calibration({2: 0.1}, record={})
-        >>> inputs = torch.zeros(4, 3, 32, 32), torch.tensor(model.config.threshold(2))
+        >>> calibration = Calibration.store(model.config, {2: 0.1})
+        >>> inputs = torch.zeros(4, 3, 32, 32), torch.tensor(calibration.threshold(2))
         >>> batch = ({0: torch.export.Dim("batch")}, None)
         >>> program = torch.export.export(exportable(model), inputs, dynamic_shapes=batch)
         >>> scores, sets = program.module()(torch.zeros(7, 3, 32, 32), torch.tensor(0.0))
         >>> sets.sum(1).tolist()
         [10, 10, 10, 10, 10, 10, 10]
     """
-    stored_threshold(model.config, k)
-    head = stored_head(model.config, k)
+    calibration = Calibration.of(model.config)
+    head = calibration.answer(Question(k=k)).head
     if isinstance(model, AvgKForImageClassification):
         heads = {"ml": [model.ml_head], "sccp": [model.sccp_head], "mean": [model.ml_head, model.sccp_head]}[head]
         module = SetClassifier(model.backbone, heads, model.config.score)
     else:
-        module = SetClassifier(_Logits(model), [nn.Identity()], config_score(model.config))
+        module = SetClassifier(_Logits(model), [nn.Identity()], calibration.score)
     return copy.deepcopy(module).float().cpu().eval().requires_grad_(False)
 
 
@@ -133,30 +134,29 @@ def export_onnx(
             importlib.import_module(name)
         except ImportError as error:
             raise ImportError(f"the export needs {name} ({error}): `pip install 'avgk_hf[onnx]'`.") from error
-    config = model.config
+    config, calibration = model.config, Calibration.of(model.config)
     module = exportable(model, k)
-    k = own_k(config) if k is None else k
-    head = stored_head(config, k)
-    heads = {key: stored_head(config, float(key)) for key in config.thresholds}
-    thresholds = {key: stored_threshold(config, float(key)) for key in heads if heads[key] == head}
-    thresholds[k_key(k)] = stored_threshold(config, k)  # also of a K in between
-    thresholds = {key: thresholds[key] for key in sorted(thresholds, key=float)}
+    k = calibration.k if k is None else k
+    head, lambda_val = calibration.head(k), calibration.threshold(k)
+    heads = {other: calibration.head(other) for other in calibration.ks}
+    served = sorted({k, *(other for other in heads if heads[other] == head)})  # also a K in between
+    thresholds = {k_key(other): calibration.threshold(other) for other in served}
     transform = transform_for(model)
     shape = transform.image(Image.new(transform.mode, (64, 64))).shape  # (C, H, W)
     check_output_dir(out, "--out")
-    program = _to_onnx(module, tuple(shape), stored_threshold(config, k), opset)
+    program = _to_onnx(module, tuple(shape), lambda_val, opset)
     report = {
         "inputs": {"pixel_values": ["batch", *shape], "lambda_val": []},
         "outputs": {"scores": ["batch", config.num_labels], "set": ["batch", config.num_labels]},
         "opset": program.model.opset_imports[""],
         "k": json.loads(k_key(k)),  # as the keys of the thresholds have it
-        "score": config_score(config),
+        "score": calibration.score,
         "head": head,
         "thresholds": thresholds,
     }
-    left_out = [key for key in config.thresholds if key not in thresholds]
+    left_out = {k_key(other): f"its head is {heads[other]!r}" for other in heads if other not in served}
     if left_out:
-        report["left_out"] = {key: f"its head is {heads[key]!r}" for key in left_out}
+        report["left_out"] = left_out
     names = {str(i): config.id2label[i] for i in range(config.num_labels)}
     processor = _processor(model)
     known = {name: report[name] for name in ("thresholds", "k", "score", "head", "opset")}
@@ -166,7 +166,7 @@ def export_onnx(
     with tempfile.TemporaryDirectory() as work:  # a graph that is refused, or a stop, leaves the folder as it was
         folder = Path(work)
         program.save(folder / MODEL)
-        report["largest_difference"] = _difference(model, module, folder / MODEL, tuple(shape), k)
+        report["largest_difference"] = _difference(model, module, folder / MODEL, tuple(shape), k, lambda_val)
         if int8:
             _quantise(folder / MODEL, folder / INT8)
         report["bytes"] = {name: (folder / name).stat().st_size for name in files}
@@ -237,10 +237,11 @@ def _run(session: Any, pixel_values: Tensor, lambda_val: float) -> tuple[np.ndar
     return session.run(None, {"pixel_values": pixel_values.numpy(), "lambda_val": np.array(lambda_val, np.float32)})
 
 
-def _difference(model: PreTrainedModel, module: SetClassifier, path: Path, shape: tuple[int, ...], k: float) -> float:
+def _difference(
+    model: PreTrainedModel, module: SetClassifier, path: Path, shape: tuple[int, ...], k: float, lambda_val: float
+) -> float:
     """The largest difference of a score between the model and the graph; a graph that is not the module is refused."""
     pixels = torch.randn(3, *shape, generator=torch.Generator().manual_seed(0))
-    lambda_val = stored_threshold(model.config, k)
     expected, found = module(pixels, torch.tensor(lambda_val))[0].numpy(), _run(_session(path), pixels, lambda_val)[0]
     if not np.allclose(expected, found, rtol=1e-3, atol=1e-4):
         raise ValueError(
@@ -285,15 +286,15 @@ def measure_onnx(
     """
     dataset, session = align_labels(dataset, model.config), _session(Path(path))
     lambdas = {float(key): lambda_val for key, lambda_val in thresholds.items()}
-    statistics = SetStatistics(lambdas, len(dataset), lambdas)
-    loader = torch.utils.data.DataLoader(
-        prepare(dataset, transform_for(model)), batch_size, collate_fn=default_data_collator
-    )
-    for batch in tqdm(loader, desc=Path(path).name, unit="batch"):
-        scores, _ = _run(session, batch["pixel_values"], 0.0)
-        statistics.update(torch.from_numpy(scores), batch["labels"])
-    results, metrics = statistics.compute(), {}
-    for k, result in results.items():
+    # the graph gives scores, so there is nothing to be done to its output
+    evaluation = Evaluation(model.config, len(dataset), list(lambdas), score="logit", thresholds={"ml": lambdas})
+
+    def compute(batch: Mapping[str, Any]) -> tuple[Any, None]:
+        return SimpleNamespace(logits=torch.from_numpy(_run(session, batch["pixel_values"], 0.0)[0])), None
+
+    run_model(model, dataset, [evaluation], batch_size, description=Path(path).name, compute=compute)
+    metrics = {}
+    for k, result in evaluation.results["ml"].items():
         metrics |= {f"{name}@{k_key(k)}": result[name] for name in ("average_k_accuracy", "mean_set_size")}
     return metrics
 

@@ -31,17 +31,19 @@ from .backbones import (
     known_cfg,
     near_models,
 )
-from .configuration import AvgKConfig, installed_losses, read_json
-from .conformal import answer, check_request
+from .calibration import Calibration, load_details
+from .checks import read_json
+from .configuration import AvgKConfig, installed_losses
 from .files import copy_file, make_folder, replacing, write_text
 from .pipeline import AverageKImageClassificationPipeline  # noqa: F401  (so that it travels with this file)
-from .sets import calibration_record, check_k, head_scores, ranked_sets, recorded_head
+from .questions import Question
+from .sets import check_k, head_scores
 
 ALIGNMENT = 64  # bytes, as torch allocates
 # what a saved model carries as remote code
 CODE = (
-    "backbones.py", "checks.py", "configuration.py", "conformal.py", "densenet.py", "files.py", "images.py",
-    "modeling.py", "monitor.py", "pipeline.py", "sets.py",
+    "backbones.py", "calibration.py", "checks.py", "configuration.py", "conformal.py", "densenet.py", "files.py",
+    "images.py", "modeling.py", "monitor.py", "pipeline.py", "questions.py", "sets.py",
 )  # fmt: skip
 MOST_HEAD_WEIGHTS = 500_000_000  # of both heads, 2 GB
 CONVERT = "save_file(torch.load(FILE, weights_only=True), 'model.safetensors', metadata={'format': 'pt'})"
@@ -78,7 +80,7 @@ class AvgKForImageClassification(PreTrainedModel):
         >>> outputs = model(torch.zeros(3, 3, 32, 32))
         >>> outputs.logits.shape, outputs.sccp_logits.shape
         (torch.Size([3, 10]), torch.Size([3, 10]))
-        >>> model.config.set_calibration({2: 0.0}, record={})
+        >>> _ = Calibration.store(model.config, {2: 0.0})
         >>> [len(classes) for classes in model.predict_sets(torch.zeros(3, 3, 32, 32))]
         [10, 10, 10]
     """
@@ -237,6 +239,8 @@ class AvgKForImageClassification(PreTrainedModel):
             check_folder(Path(folder, kwargs.get("subfolder") or ""))
         result = super().from_pretrained(*args, **{"use_safetensors": True, **kwargs})
         model = result[0] if isinstance(result, tuple) else result
+        if isinstance(kwargs.get("config"), AvgKConfig) and folder is not None:  # Auto classes load it by itself
+            load_details(model.config, folder, **kwargs)
         model.__dict__.pop("_fresh", None)
         # tensors mapped from the file may be unaligned, and products with unaligned tensors round differently
         for tensor in (*model.parameters(), *model.buffers()):
@@ -355,9 +359,12 @@ class AvgKForImageClassification(PreTrainedModel):
             pixel_values: Images (B, C, H, W).
             k: Average set size whose head answers; it matters only for `head="auto"`.
         """
-        head = self.config.head_for(k)
+        return self._scores(pixel_values, Calibration.of(self.config).head(k))
+
+    def _scores(self, pixel_values: Tensor, head: str) -> Tensor:
         was_training = self.training
-        self.eval()
+        if was_training:
+            self.eval()
         try:
             with torch.no_grad():
                 output = self(pixel_values, return_dict=True)
@@ -371,24 +378,21 @@ class AvgKForImageClassification(PreTrainedModel):
                 f" resize the images to {size[0]} x {size[1]}."
             ) from error
         finally:
-            self.train(was_training)
+            if was_training:
+                self.train()
         return head_scores(output.logits, output.sccp_logits, head, self.config.score)
 
-    def predict_sets(
-        self, pixel_values: Tensor, k: float | None = None, lambda_val: float | None = None, **question: Any
-    ) -> list[list[int]]:
+    def predict_sets(self, pixel_values: Tensor, k: float | None = None, **question: Any) -> list[list[int]]:
         """The predicted set of each image: class ids, best first.
 
         Args:
             pixel_values: Images (B, C, H, W).
             k: Average set size, in the range that was calibrated; default `config.k`.
-            lambda_val: Threshold to use instead of the calibrated one.
-            question: Other questions and bounds, as in `conformal.answer`: `coverage` with `method` and `per_class`,
-                `cumulative`, `min_size` (0: sets may be empty), `max_size`.
+            question: Other questions and bounds, as in `Question`: `coverage` with `method` and `per_class`,
+                `cumulative`, `lambda_val`, `min_size` (0: sets may be empty), `max_size`.
         """
-        check_request(self.config, k=k, lambda_val=lambda_val, **question)
-        scores = self.scores(pixel_values, k)
-        return ranked_sets(scores, answer(scores, self.config, k=k, lambda_val=lambda_val, **question))
+        answer = Calibration.of(self.config).answer(Question(k=k, **question))
+        return answer.classes(self._scores(pixel_values, answer.head))
 
     def drop_sccp_head(self) -> "AvgKForImageClassification":
         """Remove the SCCP head, which only training needs, and return the model."""
@@ -407,22 +411,15 @@ class AvgKForImageClassification(PreTrainedModel):
 
     def _keep_head(self, head: str) -> "AvgKForImageClassification":
         """Keep one head as the ML head, with what was calibrated for it."""
-        config = self.config
-        if config.thresholds:
-            config.thresholds = {key: config.threshold(float(key)) for key in config.thresholds}
-            if recorded_head(config) != head:
-                config.coverage, config.calibration = {}, {**calibration_record(config), "curve": []}
-        if config.calibration:
-            config.calibration = {**config.calibration, "head": "ml"}
+        Calibration.keep_head(self.config, head)
         if head == "sccp" and self.sccp_head is not None:
             self.ml_head = self.sccp_head
-        self.sccp_head, config.sccp_head = None, False
-        config.head, config.heads, config.head_thresholds = "ml", {}, {}
+        self.sccp_head, self.config.sccp_head = None, False
         return self
 
     def _needed_heads(self) -> set[str]:
-        config = self.config
-        return {config.head_for(float(key)) for key in config.thresholds} if config.head == "auto" else {config.head}
+        calibration = Calibration.of(self.config)
+        return {calibration.head(k) for k in calibration.ks} if self.config.head == "auto" else {self.config.head}
 
 
 def processor_config(config: AvgKConfig) -> dict[str, Any]:

@@ -13,8 +13,9 @@ from typing import Any
 import numpy as np
 import torch
 
+from .calibration import Calibration
 from .checks import is_number
-from .sets import calibration_record, check_k, k_key, own_k, stored_threshold
+from .sets import check_k, k_key
 
 logger = logging.getLogger(__name__)
 LARGEST_BET = 0.5  # of what can be bet without the risk of losing everything
@@ -120,12 +121,11 @@ class SetSizeMonitor:
             k: Average set size, in the calibrated range; default the model's own.
             kwargs: Further arguments of the class, e.g. `tolerance=0.1`.
         """
-        lambda_val = stored_threshold(config, k)
-        k = own_k(config) if k is None else k
-        record = calibration_record(config)
-        number = record.get("num_examples")
-        largest = config.num_labels
-        if getattr(config, "score", "softmax") == "softmax" and lambda_val * largest > 1:
+        calibration = Calibration.of(config)
+        lambda_val, record = calibration.threshold(k), calibration.source
+        k = calibration.k if k is None else k
+        number, largest = record.get("num_examples"), config.num_labels
+        if calibration.score == "softmax" and lambda_val * largest > 1:
             # probabilities that sum to 1, up to rounding
             largest = min(largest, max(math.floor(k) + 1, math.floor((1 + 1e-4) / lambda_val)))
         given = {

@@ -13,10 +13,11 @@ import torch
 from transformers import Pipeline
 
 from .backbones import MOST_SIDE, known_cfg
-from .conformal import answer, check_request
+from .calibration import Calibration, load_details
 from .images import open_image
 from .monitor import SetSizeMonitor
-from .sets import head_scores, predict_sets, ranked_sets, stored_head, stored_threshold
+from .questions import Question
+from .sets import head_scores
 
 TASK = "average-k-image-classification"
 SIDES = ("height", "width", "shortest_edge", "longest_edge")  # names of transformers' image processors
@@ -31,23 +32,17 @@ class AverageKImageClassificationPipeline(Pipeline):
     `monitor`, a `SetSizeMonitor`, follows the set sizes of the K that the pipeline was made for, and warns once when
     their mean leaves K; answers to other questions are not counted. `monitor=False` leaves it out.
 
-    Args of a call, of the first four one at most; those of a call take the place of those of the pipeline:
-        k: Average set size, in the calibrated range; default the model's own.
-        coverage: Share of images whose set is to hold the true class, one of those calibrated.
-        cumulative: The fewest best classes whose probabilities sum to this.
-        lambda_val: Threshold to use instead of the calibrated one.
-        method: How coverage is reached: `"lac"` (default), `"aps"` or `"raps"`.
-        per_class: Reach the coverage in every class (in those with few validation images: on average over them).
-        min_size: At least this many classes (default 1).
-        max_size: At most this many classes (default: no limit).
-        timeout: Seconds to wait for an image from the web.
+    A call, and the pipeline itself, takes what `Question` takes: `k`, `coverage` with `method` and `per_class`,
+    `cumulative`, `lambda_val`, `min_size` (default 1) and `max_size`; what a call asks takes the place of what the
+    pipeline was made for. `timeout` are seconds to wait for an image from the web.
 
     Example:
         >>> import PIL.Image
         >>> from transformers import TimmWrapperImageProcessor, pipeline
         >>> from avgk_hf import AvgKForImageClassification
+        >>> from avgk_hf.calibration import Calibration
         >>> model = AvgKForImageClassification.from_timm("test_resnet", num_labels=10, k=2)
-        >>> model.config.set_calibration({2: 0.0}, record={})
+        >>> _ = Calibration.store(model.config, {2: 0.0})
         >>> processor = TimmWrapperImageProcessor(model.config.pretrained_cfg)
         >>> classify = pipeline("average-k-image-classification", model=model, image_processor=processor)
         >>> len(classify(PIL.Image.new("RGB", (64, 64)), max_size=3))
@@ -62,34 +57,26 @@ class AverageKImageClassificationPipeline(Pipeline):
     def __init__(self, *args: Any, monitor: bool = True, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         check_processor(self.image_processor)
+        config, name = self.model.config, self.model.name_or_path
+        if name and getattr(config, "thresholds", None):
+            load_details(config, name)  # classes of other packages do not
         # a question that the model cannot answer is refused here, before any image is read
-        check_request(self.model.config, **{"min_size": 1, **self._postprocess_params})
+        self.question: Question = self._postprocess_params["question"]
+        Calibration.of(config).answer(self.question)
         self.monitor: SetSizeMonitor | None = None
-        if monitor and _by_size(self._postprocess_params):
-            self.monitor = SetSizeMonitor.from_config(self.model.config, self._postprocess_params.get("k"))
+        if monitor and self.question.by_size:
+            self.monitor = SetSizeMonitor.from_config(config, self.question.k)
 
     def _sanitize_parameters(
-        self,
-        k: float | None = None,
-        lambda_val: float | None = None,
-        min_size: int | None = None,
-        max_size: int | None = None,
-        timeout: float | None = None,
-        coverage: float | None = None,
-        cumulative: float | None = None,
-        method: str | None = None,
-        per_class: bool | None = None,
+        self, timeout: float | None = None, **asked: Any
     ) -> tuple[dict[str, Any], dict[str, Any], dict[str, Any]]:
-        question = {"k": k, "coverage": coverage, "cumulative": cumulative, "lambda_val": lambda_val}
-        if all(value is None for value in question.values()):
-            question = {}
-        elif coverage is None:  # another question than the pipeline's own takes its place, with what belongs to it
-            question |= {"method": "lac", "per_class": False}
-        if method is not None or per_class is not None:  # so does another way to reach a coverage
-            method, per_class = method or "lac", bool(per_class)
-        details = {"method": method, "per_class": per_class, "min_size": min_size, "max_size": max_size}
-        details = {name: value for name, value in details.items() if value is not None}
-        return {} if timeout is None else {"timeout": timeout}, {}, {**question, **details}
+        asked = {name: value for name, value in asked.items() if value is not None}
+        kept = vars(getattr(self, "question", None) or Question(min_size=1))
+        if {"k", "coverage", "cumulative", "lambda_val"} & set(asked):  # another question takes the place of the own
+            kept = {name: kept[name] for name in ("min_size", "max_size", "method", "per_class")}
+        if {"method", "per_class"} & set(asked) or (kept.get("coverage", asked.get("coverage")) is None):
+            kept = {name: value for name, value in kept.items() if name not in ("method", "per_class")}
+        return {} if timeout is None else {"timeout": timeout}, {}, {"question": Question(**{**kept, **asked})}
 
     def __call__(self, inputs: Any, **kwargs: Any) -> Any:
         """The sets of one image or of several; a dataset is read from its column `image`."""
@@ -109,23 +96,17 @@ class AverageKImageClassificationPipeline(Pipeline):
     def _forward(self, model_inputs: dict[str, torch.Tensor]) -> Any:
         return self.model(**model_inputs)
 
-    def postprocess(
-        self, model_outputs: Any, k: float | None = None, min_size: int = 1, **question: Any
-    ) -> list[dict[str, Any]]:
+    def postprocess(self, model_outputs: Any, question: Question) -> list[dict[str, Any]]:
         """The set of one image."""
         config = self.model.config
-        scores = head_scores(
-            model_outputs["logits"], model_outputs.get("sccp_logits"), stored_head(config, k), config_score(config)
-        )
-        classes = ranked_sets(scores, answer(scores, config, k=k, min_size=min_size, **question))[0]
-        if self.monitor is not None and _by_size(question) and k in (None, self.monitor.k):
+        calibration = Calibration.of(config)
+        answer = calibration.answer(question)
+        scores = head_scores(model_outputs["logits"], model_outputs.get("sccp_logits"), answer.head, calibration.score)
+        classes = answer.classes(scores)[0]
+        if self.monitor is not None and question.by_size and question.k in (None, self.monitor.k):
             # K was calibrated without a smallest or largest size
-            self.monitor.update(predict_sets(scores, stored_threshold(config, k)))
+            self.monitor.update([int((scores >= answer.lambda_val).sum())])
         return [{"label": config.id2label[j], "score": scores[0, j].item()} for j in classes]
-
-
-def _by_size(question: dict[str, Any]) -> bool:
-    return all(question.get(name) is None for name in ("coverage", "cumulative", "lambda_val"))
 
 
 def _fetch(source: str, timeout: float | None) -> str | bytes | dict[str, Any]:
@@ -161,8 +142,3 @@ def check_processor(processor: Any) -> None:
             raise ValueError(
                 f"the image processor has {name}={size}, but an image may have at most {MOST_SIDE} pixels a side."
             )
-
-
-def config_score(config: Any) -> str:
-    """What a model's scores are; a classifier that does not say is thresholded by its softmax."""
-    return getattr(config, "score", "softmax")

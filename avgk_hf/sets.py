@@ -18,7 +18,7 @@ Example:
 """
 
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from typing import Any
 
 import numpy as np
@@ -35,6 +35,10 @@ SCORES = {
 HEADS = ("ml", "sccp", "mean")
 
 
+class NotFinite(ValueError):
+    """A loss, weights or logits that are NaN or infinite: the training has diverged."""
+
+
 def check_finite(logits: Tensor, first: int = 0) -> None:
     """Refuse logits (n, L) that are NaN or infinite, with the numbers of their images.
 
@@ -48,7 +52,7 @@ def check_finite(logits: Tensor, first: int = 0) -> None:
         >>> check_finite(torch.tensor([[0.0, 1.0], [math.inf, 0.0]]), first=64)  # doctest: +ELLIPSIS
         Traceback (most recent call last):
         ...
-        ValueError: the logits of image(s) 65 are NaN or infinite: no set can be predicted from them. ...
+        avgk_hf.sets.NotFinite: the logits of image(s) 65 are NaN or infinite: no set can be predicted from them. ...
     """
     wide = torch.float32 if logits.device.type == "mps" else torch.float64  # where no sum of float32 overflows
     if math.isfinite(logits.detach().sum(dtype=wide).item()):
@@ -57,14 +61,14 @@ def check_finite(logits: Tensor, first: int = 0) -> None:
     if not broken:  # finite logits whose sum is not
         return
     numbers = ", ".join(str(first + row) for row in broken[:5]) + ", ..." * (len(broken) > 5)
-    raise ValueError(
+    raise NotFinite(
         f"the logits of image(s) {numbers} are NaN or infinite: no set can be predicted from them. Look for NaN among"
         " the pixels; if there is none the training diverged, and a lower learning rate, or bf16 or float32 in place"
         " of float16, usually cures it."
     )
 
 
-def _score_matrix(scores: Any) -> Tensor:
+def score_matrix(scores: Any) -> Tensor:
     """Scores as a tensor, after refusing what is no (images, classes) matrix of real numbers."""
     try:
         scores = torch.as_tensor(scores)
@@ -141,6 +145,15 @@ def k_key(k: float) -> str:
     return str(int(k)) if float(k).is_integer() else str(float(k))
 
 
+def metric_name(name: str, k: float, own_k: float | None) -> str:
+    """What a metric of `k` is called: of every K but the model's own with that K behind it.
+
+    >>> metric_name("lambda_val", 5, own_k=5), metric_name("lambda_val", 1.5, own_k=5)
+    ('lambda_val', 'lambda_val@1.5')
+    """
+    return name if k == own_k else f"{name}@{k_key(k)}"
+
+
 def check_k(k: float, num_labels: int | None = None) -> float:
     """Return `k` if it is a usable average set size, a finite number in [1, L), and raise otherwise."""
     below = math.inf if num_labels is None else num_labels
@@ -194,7 +207,7 @@ class AverageKThreshold:
 
     def update(self, scores: Tensor | np.ndarray) -> None:
         """Take in the scores (b, L) of the next b images."""
-        scores = _score_matrix(scores)
+        scores = score_matrix(scores)
         if self.num_labels is None:
             self.num_labels = scores.shape[1]
             for k in self.ks:
@@ -357,7 +370,7 @@ def average_k_threshold(scores: Tensor | np.ndarray, k: float) -> float:
         >>> average_k_threshold(torch.tensor([[4.0, 3.0, 2.0, 1.0]]), k=2)
         2.5
     """
-    scores = _score_matrix(scores)
+    scores = score_matrix(scores)
     if len(scores) == 0:
         raise ValueError("scores are empty: a threshold needs at least one image to calibrate on.")
     stream = AverageKThreshold([k], num_examples=len(scores))
@@ -365,12 +378,12 @@ def average_k_threshold(scores: Tensor | np.ndarray, k: float) -> float:
     return stream.compute()[k]
 
 
-def predict_sets(scores: Tensor | np.ndarray, lambda_val: float | list[float], min_size: int = 0) -> Tensor:
+def predict_sets(scores: Tensor | np.ndarray, lambda_val: float, min_size: int = 0) -> Tensor:
     """The predicted sets {j : score_j >= lambda_val} as a boolean mask (n, L).
 
     Args:
         scores: (n, L), read as float32.
-        lambda_val: The threshold from validation, or a list of one for each class.
+        lambda_val: The threshold from validation.
         min_size: At least this many classes for each image, the best ones; 0 allows empty sets.
 
     Example:
@@ -378,10 +391,8 @@ def predict_sets(scores: Tensor | np.ndarray, lambda_val: float | list[float], m
         tensor([[ True, False],
                 [ True, False]])
     """
-    scores = _score_matrix(scores).float()
-    if isinstance(lambda_val, list) and len(lambda_val) != scores.shape[1]:
-        raise ValueError(f"lambda_val={lambda_val!r} for {scores.shape[1]} classes: give one, or one for each.")
-    if not all(map(is_number, lambda_val if isinstance(lambda_val, list) else [lambda_val])):
+    scores = score_matrix(scores).float()
+    if not is_number(lambda_val):
         raise ValueError(f"lambda_val={lambda_val!r} is not a number; take it from `average_k_threshold(scores, k)`.")
     if isinstance(min_size, bool) or not isinstance(min_size, int) or not 0 <= min_size <= scores.shape[1]:
         raise ValueError(
@@ -390,44 +401,28 @@ def predict_sets(scores: Tensor | np.ndarray, lambda_val: float | list[float], m
     if scores.isnan().any():
         row = scores.isnan().any(1).nonzero()[0].item()
         raise ValueError(f"NaN among the scores of image {row}: NaN is in no set. Check the logits of the model.")
-    if isinstance(lambda_val, list):
-        lambda_val = torch.tensor(lambda_val, dtype=torch.float32, device=scores.device)  # (L,)
-    return within_bounds(scores, scores >= lambda_val, min_size)
-
-
-def within_bounds(scores: Tensor, sets: Tensor, min_size: int = 0, max_size: int | None = None) -> Tensor:
-    """Sets (n, L) of at least `min_size` classes, filled up with the best others, and at most the best `max_size`.
-
-    Thresholds of each class may leave out a class that scores higher than one they take: the members come first.
-
-    Example:
-        >>> scores, sets = torch.tensor([[0.4, 0.3, 0.2, 0.1]]), torch.tensor([[False, True, True, False]])
-        >>> [within_bounds(scores, sets, *bounds)[0].int().tolist() for bounds in ((1, 1), (2,), (3,))]
-        [[0, 1, 0, 0], [0, 1, 1, 0], [1, 1, 1, 0]]
-    """
-    if not min_size and max_size is None:
-        return sets
-    sizes = sets.sum(1)
-    bounded = sizes.clamp(min_size, scores.shape[1] if max_size is None else max_size)
-    rows = (sizes != bounded).nonzero()[:, 0]  # sorting takes far longer than all the rest
-    scores, wrong = scores[rows], sets[rows]
-    order = scores.argsort(dim=1, descending=True, stable=True)
-    order = order.gather(1, wrong.gather(1, order).byte().argsort(dim=1, descending=True, stable=True))
-    inside = torch.arange(scores.shape[1], device=scores.device) < bounded[rows, None]
-    return sets.index_copy(0, rows, torch.zeros_like(wrong).scatter_(1, order, inside))
+    sets = scores >= lambda_val
+    few = (sets.sum(1) < min_size).nonzero()[:, 0]  # sorting takes far longer than all the rest
+    best = scores[few].argsort(dim=1, descending=True, stable=True)[:, :min_size]
+    return sets.index_copy(0, few, torch.zeros_like(sets[few]).scatter_(1, best, True))
 
 
 def ranked_sets(scores: Tensor, sets: Tensor) -> list[list[int]]:
     """The classes of each set, best first, from scores (n, L) and a mask (n, L)."""
-    order = scores.masked_fill(~sets, -math.inf).argsort(dim=-1, descending=True, stable=True).tolist()
-    return [row[:size] for row, size in zip(order, sets.sum(-1).tolist(), strict=True)]
+    rows, masks = scores.cpu().numpy(), sets.cpu().numpy()
+    return [best_first(row, np.flatnonzero(mask)).tolist() for row, mask in zip(rows, masks, strict=True)]
+
+
+def best_first(row: np.ndarray, classes: np.ndarray) -> np.ndarray:
+    """Classes (m,) in the order of their scores in `row` (L,); equal scores in the order of their ids."""
+    return classes[np.argsort(-row[classes], kind="stable")]
 
 
 def ranked_mass(scores: Tensor) -> tuple[Tensor, Tensor]:
     """The classes (n, L) of each image, best first, and the sum of the scores before each of them, (n, L).
 
-    Sums are taken in double precision, where those that are close to 1 can still be told apart, as shares of the sum
-    of all classes. Equal scores are ordered by class id.
+    Sums are taken in double precision, where those that are close to 1 can still be told apart. Equal scores are
+    ordered by class id.
 
     Example:
         >>> order, mass = ranked_mass(torch.tensor([[0.25, 0.5, 0.25]]))
@@ -437,158 +432,4 @@ def ranked_mass(scores: Tensor) -> tuple[Tensor, Tensor]:
     wide = torch.float32 if scores.device.type == "mps" else torch.float64
     ordered, order = scores.sort(dim=-1, descending=True, stable=True)
     mass = ordered.to(wide).cumsum(-1)
-    before = torch.cat([torch.zeros_like(mass[..., :1]), mass[..., :-1]], -1)
-    return order, before / mass[..., -1:]
-
-
-def check_thresholds(thresholds: Any, num_labels: int, kind: str, field: str = "thresholds") -> None:
-    """Refuse thresholds {K as text: lambda_val} of a config that were edited or damaged, with the field's name.
-
-    Args:
-        thresholds: What the config holds.
-        num_labels: L.
-        kind: The scores they are compared with, as in `score`.
-        field: Name of the config's field.
-
-    Example:
-        >>> check_thresholds({"2": -0.5}, num_labels=10, kind="softmax")  # doctest: +ELLIPSIS
-        Traceback (most recent call last):
-        ...
-        ValueError: config.thresholds['2']=-0.5 is no probability, and score='softmax' gives probabilities. ...
-    """
-    if not isinstance(thresholds, Mapping):
-        raise ValueError(f"config.{field}={thresholds!r} must map K to lambda_val, e.g. `{{'2': 0.1}}`.")
-    for key, lambda_val in thresholds.items():
-        try:
-            check_k(float(key), num_labels)
-        except ValueError as error:
-            raise ValueError(f"config.{field} has the key {key!r}: {error}") from None
-        if not is_number(lambda_val) or math.isinf(lambda_val):
-            reason = "is not a finite number"
-        elif kind != "logit" and not 0 <= lambda_val <= 1:
-            reason = f"is no probability, and score={kind!r} gives probabilities"
-        else:
-            continue
-        raise ValueError(
-            f"config.{field}[{key!r}]={lambda_val!r} {reason}. Take the field out of config.json and calibrate again:"
-            " `avgk calibrate MODEL DATASET`."
-        )
-
-
-def stored_threshold(config: Any, k: float | None = None) -> float:
-    """lambda_val of `k` (default: the config's own `k`) that a calibration wrote to a model's config.
-
-    Exact for the K that were calibrated. Between two of them it is interpolated, from the nearest K_1 < K < K_2 that
-    were recorded for the same head, those of the trade-off curve included: for probabilities as a power of K, for
-    logits linearly in log K (logits are log-probabilities up to a constant),
-
-        t = log(K / K_1) / log(K_2 / K_1),    log lambda = (1 - t) log lambda_1 + t log lambda_2,
-
-    which decreases with K as lambda_val does. Beyond the calibrated range it is refused. Any classifier can hold
-    thresholds, so this reads the config of any class.
-
-    Example:
-        >>> from types import SimpleNamespace
-        >>> config = SimpleNamespace(num_labels=10, thresholds={"1": 0.4, "4": 0.1})
-        >>> stored_threshold(config, 4), round(stored_threshold(config, 2), 6)
-        (0.1, 0.2)
-        >>> config.calibration = {"curve": [[1, 0.4, 1, 0.7, 0.7], [2, 0.15, 2, 0.8, 0.8], [4, 0.1, 4, 0.9, 0.9]]}
-        >>> stored_threshold(config, 2)
-        0.15
-    """
-    thresholds = getattr(config, "thresholds", None) or {}
-    if not thresholds:
-        raise ValueError(
-            "this model has no thresholds, so it cannot predict sets: calibrate it on validation images with"
-            " `trainer.evaluate()`, or with `avgk calibrate MODEL DATASET`."
-        )
-    check_thresholds(thresholds, config.num_labels, getattr(config, "score", "softmax"))  # only ours does by itself
-    k = check_k(own_k(config) if k is None else k, config.num_labels)
-    head = getattr(config, "head", "ml")
-    return head_threshold(config, _nearest_head(config, k) if head == "auto" else head, k)
-
-
-def head_threshold(config: Any, head: str, k: float) -> float:
-    """lambda_val of `k` for one of the heads, as `stored_threshold` defines it."""
-    kind, owner = getattr(config, "score", "softmax"), recorded_head(config)
-    chosen, others = getattr(config, "heads", None) or {}, getattr(config, "head_thresholds", None)
-    found = {key: value for key, value in config.thresholds.items() if chosen.get(key, owner) == head}
-    found = {**((others.get(head) or {}) if isinstance(others, Mapping) else {}), **found}
-    if not found:
-        raise ValueError(
-            f"the thresholds of this model are those of head={owner!r}, and none is stored for {head!r}: calibrate it"
-            " with `avgk calibrate MODEL DATASET`."
-        )
-    if k_key(k) in found:
-        return float(found[k_key(k)])
-    known = sorted(map(float, found))
-    if not known[0] < k < known[-1]:
-        raise ValueError(
-            f"no threshold is stored for k={k_key(k)}; this model is calibrated for k in"
-            f" {', '.join(map(k_key, known))}, and for what lies in between. Ask for one in"
-            f" [{k_key(known[0])}, {k_key(known[-1])}], or calibrate again with"
-            f" `avgk calibrate MODEL DATASET --k {k_key(k)}`."
-        )
-    if owner == head:
-        found = {**_curve_thresholds(config, kind), **found}
-    return _interpolated({float(key): float(value) for key, value in found.items()}, k, kind)
-
-
-def _curve_thresholds(config: Any, kind: str) -> dict[str, float]:
-    """{K: lambda_val} of the trade-off curve that a calibration recorded."""
-    try:
-        found = {k_key(row[0]): row[1] for row in calibration_record(config).get("curve") or []}
-    except (TypeError, ValueError, IndexError, KeyError, OverflowError):
-        raise ValueError("config.calibration['curve'] is damaged: calibrate again with `avgk calibrate`.") from None
-    check_thresholds(found, config.num_labels, kind, "calibration['curve']")
-    return found
-
-
-def _interpolated(thresholds: dict[float, float], k: float, kind: str) -> float:
-    """lambda_val between the nearest recorded K; the formula is in `stored_threshold`."""
-    if k in thresholds:
-        return thresholds[k]
-    below, above = max(size for size in thresholds if size < k), min(size for size in thresholds if size > k)
-    high, low = thresholds[below], thresholds[above]
-    t = math.log(k / below) / math.log(above / below)
-    if kind == "logit" or min(low, high) <= 0:  # the logarithm of 0 would end all interpolation
-        return (1 - t) * high + t * low
-    return math.exp((1 - t) * math.log(high) + t * math.log(low))
-
-
-def calibration_record(config: Any) -> Mapping[str, Any]:
-    """What a config says about its calibration; empty where it says nothing."""
-    record = getattr(config, "calibration", None)
-    return record if isinstance(record, Mapping) else {}
-
-
-def recorded_head(config: Any) -> str:
-    """The head whose trade-off curve and coverages a calibration recorded: the one of the model's K at that time."""
-    chosen, head = getattr(config, "heads", None) or {}, calibration_record(config).get("head")
-    if head is None and chosen:
-        head = chosen.get(k_key(own_k(config)))
-    return head or getattr(config, "head", "ml")
-
-
-def stored_head(config: Any, k: float | None = None) -> str:
-    """The head that answers for `k`; a classifier with one head answers with that.
-
-    With `head="auto"` a K between those that were calibrated is answered by the head of the nearest, the smaller one
-    of two. Questions other than by K are answered by the head of the model's own K.
-    """
-    head = getattr(config, "head", "ml")
-    if head != "auto":
-        return head
-    stored_threshold(config, k)  # refuses where nothing was calibrated, so nothing chosen
-    return _nearest_head(config, own_k(config) if k is None else k)
-
-
-def _nearest_head(config: Any, k: float) -> str:
-    if not config.heads:
-        raise ValueError("head='auto', and no head was chosen: calibrate the model with `avgk calibrate`.")
-    return config.heads[min(config.heads, key=lambda key: (abs(float(key) - k), float(key)))]
-
-
-def own_k(config: Any) -> float:
-    """The set size to use where none is asked for: the model's own, or the smallest that is calibrated."""
-    return config.k if hasattr(config, "k") else min(float(key) for key in config.thresholds)
+    return order, torch.cat([torch.zeros_like(mass[..., :1]), mass[..., :-1]], -1)

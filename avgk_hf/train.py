@@ -37,9 +37,9 @@ from .plain_yaml import load_yaml
 from .plots import set_size_histogram
 from .report import RESULTS, write_report
 from .runs import check_output_dir, where_to_go_on
-from .set_statistics import SHOTS, SetStatistics
 from .sets import HEADS, SCORES, check_k, k_key
 from .shell import MASK, guarded, is_secret, without_tokens
+from .statistics import SHOTS, SetStatistics
 from .trainer import AvgKTrainer
 from .training_args import AvgKTrainingArguments
 

@@ -1,6 +1,5 @@
 """`AvgKTrainer`: transformers' Trainer with the average-K objective, and thresholds computed while evaluating."""
 
-import datetime
 import math
 import os
 import shutil
@@ -30,16 +29,18 @@ from transformers.trainer_utils import (
 )
 from transformers.utils import logging
 
+from .calibration import Calibration
 from .configuration import AvgKConfig
-from .conformal import answer, enough_images, level_key, question_name, recorded_levels
+from .conformal import enough_images, level_key
 from .data import class_counts
 from .data.transforms import ImageTransform
+from .evaluation import Evaluation, loop
 from .files import UNFINISHED, fresh_folder, new_file, replacing
 from .hub import push_folder
 from .losses import LOSSES, make_loss
 from .model_card import CardCallback, hyperparameters, render_card
 from .modeling import check_folder
-from .processes import broadcast, gather_list, merge_statistics, rank, sum_over_processes, world_size
+from .processes import broadcast
 from .runs import (
     OBJECTIVE_STATE,
     LogFile,
@@ -49,16 +50,12 @@ from .runs import (
     last_checkpoint,
     where_to_go_on,
 )
-from .set_statistics import SetStatistics
-from .sets import HEADS, all_scores, check_k, head_threshold, k_key, ranked_sets
+from .sets import NotFinite, check_k, k_key
+from .statistics import SetStatistics
 from .training_args import AvgKTrainingArguments
 
 logger = logging.get_logger(__name__)
 LARGE_STATE = 2 * 2**30
-
-
-class NotFinite(ValueError):
-    """A loss, weights or logits that are NaN or infinite: the training has diverged."""
 
 
 class AvgKTrainer(Trainer):
@@ -110,7 +107,7 @@ class AvgKTrainer(Trainer):
         self._calibrating = False
         self._checkpoint_unfinished = self._stopped_early = False
         self._steps_per_epoch: float | None = None
-        self._statistics: dict[str, SetStatistics] = {}  # by head
+        self.evaluation: Evaluation | None = None  # the last
         # torch's own collates a worker's images in the memory it shares; the stock one costs a further copy of them
         kwargs.setdefault("data_collator", default_collate)
         super().__init__(
@@ -257,7 +254,7 @@ class AvgKTrainer(Trainer):
     def training_step(self, *args: Any, **kwargs: Any) -> Tensor:
         """As in `Trainer`; thresholds of the weights before the step are dropped, and a loss must be finite."""
         if self.model.config.thresholds:
-            self.model.config.clear_calibration()
+            Calibration.drop(self.model.config)
         loss = super().training_step(*args, **kwargs)
         if not torch.isfinite(loss):  # instead of `logging_nan_inf_filter`, which asks the device as often
             self._refuse_divergence(f"the loss is {loss.item()}")
@@ -315,45 +312,47 @@ class AvgKTrainer(Trainer):
         ignore_keys: list[str] | None = None,
         metric_key_prefix: str = "eval",
     ) -> EvalLoopOutput:
-        """As in `Trainer`, in O(K n) memory; for `predict` the predictions are sets of class ids, best first."""
-        config: AvgKConfig = self.model.config
+        """The one loop, in O(K n) memory; for `predict` the predictions are sets of class ids, best first."""
         num_examples = self.num_examples(dataloader)
-        if num_examples == 0:
-            raise ValueError("the dataset to evaluate is empty.")
-        heads = HEADS if config.sccp_head else ("ml",)
-        if self._calibrating:
-            ks, thresholds = self.ks, dict.fromkeys(heads)
-        else:
-            config.threshold()  # refuses an uncalibrated model, and says what to do
-            known = [float(key) for key in config.thresholds]
-            ks = [k for k in self.ks if min(known) <= k <= max(known)]
-            stored = config.head_thresholds or {config.head_for(): config.thresholds}
-            thresholds = {head: {k: head_threshold(config, head, k) for k in ks} for head in heads if head in stored}
-        # by coverage answers the head of the model's own K, which with "auto" is known after the calibration
-        asked = self._questions(num_examples)
-        needed = heads if self._calibrating and config.head == "auto" else (config.head_for(),)
-        self._statistics = {
-            head: SetStatistics(ks, num_examples, given, config.train_counts, **(asked if head in needed else {}))
-            for head, given in thresholds.items()
-        }
-        self._sets: list[tuple[int, list[list[int]]]] | None = [] if description == "Prediction" else None
-        self._next = rank() * self.args.eval_batch_size  # position of the next image in the dataset
-        self._loss_sum, self._labelled = 0.0, True
+        model, self.evaluation = self._evaluated_model(), self._plan(num_examples, description == "Prediction")
+        self.callback_handler.eval_dataloader = dataloader
         broadcast(list(self.model.buffers()))  # BatchNorm statistics differ between processes
-        output = super().evaluation_loop(dataloader, description, False, ignore_keys, metric_key_prefix)
-        self._merge()
-        metrics = {}
-        if self._labelled:
-            metrics = {"loss": self._loss_sum / num_examples, **self._metrics()}
-        output.metrics.update({f"{metric_key_prefix}_{name}": value for name, value in metrics.items()})
-        if self._sets is not None:
-            sets = [of_image for _, batch in sorted(gather_list(self._sets)) for of_image in batch]
-            output = output._replace(predictions=sets, label_ids=self.statistics().labels if self._labelled else None)
-        return output
 
-    def _questions(self, num_examples: int) -> dict[str, Any]:
-        """What an evaluation collects for coverage: in calibrating the sums that APS needs, else sets to count."""
+        def compute(batch: dict[str, Any]) -> tuple[Any, Tensor | None]:
+            with self.compute_loss_context_manager():
+                if "labels" in batch:
+                    return self.compute_loss(model, batch, return_outputs=True)[::-1]
+                return model(pixel_values=batch["pixel_values"], return_dict=True), None
+
+        def after() -> None:
+            self.control = self.callback_handler.on_prediction_step(self.args, self.state, self.control)
+
+        evaluation = self.evaluation
+        loop([evaluation], dataloader, compute, self.args.eval_batch_size, self.args.device, after)
+        if self._calibrating:
+            dataset = dataloader.dataset
+            split = str(getattr(dataset, "split", None) or "validation")
+            evaluation.store(dataset=self.dataset_name, split=split, step=self.state.global_step)
+        metrics = {"loss": evaluation.loss_sum / num_examples} if evaluation.labelled else {}
+        metrics |= evaluation.metrics()
+        sets = None if evaluation.sets is None else [one for _, batch in evaluation.sets for one in batch]
+        labels = self.statistics().labels if evaluation.labelled and sets is not None else None
+        metrics = {f"{metric_key_prefix}_{name}": value for name, value in metrics.items()}
+        return EvalLoopOutput(sets, labels, metrics, num_examples)
+
+    def _evaluated_model(self) -> nn.Module:
+        """The model in evaluation mode, where and as the arguments want it."""
+        model, args = self.model_wrapped if self.is_in_train else self.model, self.args
+        if not self.is_in_train:
+            model = self.accelerator.prepare_model(model, evaluation_mode=True)
+            dtype = torch.float16 if args.fp16_full_eval else torch.bfloat16 if args.bf16_full_eval else None
+            model = model if dtype is None else model.to(dtype=dtype)
+        return model.eval()
+
+    def _plan(self, num_examples: int, keep_sets: bool) -> Evaluation:
+        """What an evaluation collects: of coverage levels, those that the images or the calibration allow."""
         config, args = self.model.config, self.args
+        how = {"method": args.coverage_method, "per_class": args.calibrate_per_class, "keep_sets": keep_sets}
         if self._calibrating:
             for level in args.calibrate_coverage:
                 if num_examples < enough_images(level):
@@ -361,120 +360,27 @@ class AvgKTrainer(Trainer):
                         f"coverage {level_key(level)} takes {enough_images(level)} validation images at least, and"
                         f" there are {num_examples}: no threshold is computed for it."
                     )
-            return {"mass": config.score == "softmax" and bool(args.calibrate_coverage)}
-        how = {"method": args.coverage_method, "per_class": args.calibrate_per_class}
-        recorded = recorded_levels(config, **how)
+            return Evaluation(config, num_examples, self.ks, True, args.calibrate_coverage, **how)
+        calibration = Calibration.of(config)
+        calibration.threshold()  # refuses an uncalibrated model, and says what to do
+        ks = [k for k in self.ks if calibration.ks[0] <= k <= calibration.ks[-1]]
+        recorded = calibration.levels(args.coverage_method, args.calibrate_per_class)
         levels = [level for level in args.calibrate_coverage if level in recorded]
-        return {
-            "questions": {question_name(c, **how): partial(answer, config=config, coverage=c, **how) for c in levels}
-        }
-
-    def _get_dataloader(self, dataset: Dataset, *args: Any, is_training: bool = False, **kwargs: Any) -> DataLoader:
-        """As in `Trainer`; evaluation sees every image once, where training fills up and may drop batches."""
-        if is_training:
-            return super()._get_dataloader(dataset, *args, is_training=True, **kwargs)
-        config, drop_last = self.accelerator.dataloader_config, self.args.dataloader_drop_last
-        kept = config.even_batches, config.split_batches
-        try:
-            config.even_batches = config.split_batches = self.args.dataloader_drop_last = False
-            return super()._get_dataloader(dataset, *args, is_training=False, **kwargs)
-        finally:
-            (config.even_batches, config.split_batches), self.args.dataloader_drop_last = kept, drop_last
-
-    def prediction_step(
-        self,
-        model: nn.Module,
-        inputs: dict[str, Any],
-        prediction_loss_only: bool,
-        ignore_keys: list[str] | None = None,
-    ) -> tuple[None, None, None]:
-        """Take in one batch, and leave nothing for the stock loop to gather from other processes and keep."""
-        loss, logits, labels = super().prediction_step(model, inputs, False, ignore_keys)
-        logits, sccp_logits = logits if isinstance(logits, (tuple, list)) else (logits, None)
-        # batch i of process r is batch i W + r of the dataset
-        first, stride = self._next, world_size() * self.args.eval_batch_size
-        self._next += stride if world_size() > 1 else len(logits)
-        config: AvgKConfig = self.model.config
-        try:
-            scores = all_scores(logits, sccp_logits, config.score, first)
-        except ValueError as error:
-            raise NotFinite(f"batch {first // self.args.eval_batch_size} of the evaluation: {error}") from None
-        if self._sets is not None:
-            own = scores[config.head_for()]
-            self._sets.append((first, ranked_sets(own, answer(own, config))))
-        if labels is None:
-            self._labelled = False
-            return None, None, None
-        for head, statistics in self._statistics.items():
-            statistics.update(scores[head], labels, first)
-        self._loss_sum += loss.double() * len(labels)
-        return None, None, None
-
-    def _merge(self) -> None:
-        """Exchange what the processes collected, so that each has the whole."""
-        device = self.args.device
-        self._loss_sum = sum_over_processes(float(self._loss_sum), device)
-        self._labelled = sum_over_processes(float(not self._labelled), device) == 0
-        if self._labelled:
-            for statistics in self._statistics.values():
-                merge_statistics(statistics, device)
-
-    def _metrics(self) -> dict[str, float]:
-        """The metrics of the evaluation; new thresholds are stored."""
-        config: AvgKConfig = self.model.config
-        results = {head: statistics.compute() for head, statistics in self._statistics.items()}
-        if self._calibrating:
-            self._store_calibration(results)
-        metrics = {}
-        for k in next(iter(results.values())):
-            suffix = "" if k == config.k else f"@{k_key(k)}"
-            for name, value in results[config.head_for(k)][k].items():
-                if name != "top1_accuracy" or not suffix:  # the same for every K
-                    metrics[name + suffix] = value
-            if len(results) > 1:
-                for head, result in results.items():
-                    metrics[f"average_k_accuracy_{head}{suffix}"] = result[k]["average_k_accuracy"]
-        return {**metrics, **self.statistics().coverage_metrics()}
-
-    def _store_calibration(self, results: dict[str, dict[float, dict[str, float]]]) -> None:
-        """Write the thresholds to the config, and for `head="auto"` the head that is best on these images."""
-        config: AvgKConfig = self.model.config
-        ks = list(next(iter(results.values())))
-        if config.head == "auto":
-            chosen = {k: max(results, key=lambda head: results[head][k]["average_k_accuracy"]) for k in ks}
-        else:
-            chosen = dict.fromkeys(ks, config.head)
-        lambdas = {head: {k: result[k]["lambda_val"] for k in ks} for head, result in results.items()}
-        statistics, args = self._statistics[chosen[config.k]], self.args
-        config.set_calibration(
-            {k: lambdas[head][k] for k, head in chosen.items()},
-            {**self._calibration_record(), "head": chosen[config.k], "curve": statistics.curve()},
-            heads=chosen if config.head == "auto" else None,
-            head_thresholds=lambdas if len(lambdas) > 1 else None,
-            coverage=statistics.coverage(args.calibrate_coverage, args.calibrate_per_class, config.k),
-        )
+        return Evaluation(config, num_examples, ks, levels=levels, **how)
 
     def statistics(self, k: float | None = None) -> SetStatistics:
         """What the last evaluation collected for the head that answers for `k`."""
-        return self._statistics[self.model.config.head_for(k)]
-
-    def _calibration_record(self) -> dict[str, Any]:
-        dataset = self.callback_handler.eval_dataloader.dataset
-        return {
-            "num_examples": len(dataset),
-            "dataset": self.dataset_name,
-            "split": str(getattr(dataset, "split", None) or "validation"),
-            "date": datetime.datetime.now(datetime.timezone.utc).date().isoformat(),
-            "step": self.state.global_step,
-        }
+        return self.evaluation.statistics[Calibration.of(self.model.config).head(k)]
 
     def create_model_card(self, model_name: str | None = None, **kwargs: Any) -> None:
         """Write our card to README.md: what the model returns, how to call it, and how well it did."""
         if not self.is_world_process_zero():
             return
-        config, statistics = self.model.config, self._statistics
+        config = self.model.config
         repo = self.hub_model_id or model_name or Path(self.args.output_dir).name
-        evaluated = config.thresholds and statistics and self.statistics().thresholds is not None
+        evaluated = (
+            config.thresholds and self.evaluation and not self.evaluation.calibrate and self.evaluation.labelled
+        )
         sizes = np.bincount(self.statistics().set_sizes(config.k)).tolist() if evaluated else None
         rows = hyperparameters(config, self.args)
         card = render_card(repo, config, self.card.results(config), rows, self.dataset_name, sizes)
@@ -617,9 +523,7 @@ class AvgKTrainer(Trainer):
 
     def _load_calibration(self, checkpoint: str) -> None:
         """Take over the thresholds that were saved with the weights."""
-        saved = AvgKConfig.from_pretrained(checkpoint)
-        for name in ("heads", "thresholds", "head_thresholds", "coverage", "calibration"):
-            setattr(self.model.config, name, getattr(saved, name))
+        Calibration.carry(AvgKConfig.from_pretrained(checkpoint), self.model.config)
 
 
 def _optimizer_states(args: AvgKTrainingArguments) -> int:

@@ -24,6 +24,7 @@ from transformers import TimmWrapperImageProcessor, pipeline
 
 import browser
 from avgk_hf.app import answer_html, build_page, chosen_examples, example_images, image_scores
+from avgk_hf.calibration import Calibration
 from avgk_hf.classifiers import load_classifier, transform_for
 from avgk_hf.cli import main
 from avgk_hf.data.glyphs import CHARACTERS, class_name
@@ -238,7 +239,7 @@ def test_the_coverage_of_another_head_is_not_offered(make_model):
     model, thresholds = make_model(), {1: 0.4, 2: 0.2}
     for head, offered in (("ml", True), ("sccp", False)):
         record, coverage = {"head": head, "num_examples": None}, {"lac": {"0.9": 0.1, "0.5": 0.3}}
-        model.config.set_calibration(thresholds, record, head_thresholds={"ml": thresholds}, coverage=coverage)
+        Calibration.store(model.config, thresholds, record, head_thresholds={"ml": thresholds}, coverage=coverage)
         ask, levels = components(build_page(model, "trees"), "radio")
         assert ask["visible"] is offered
         assert [level for _, level in levels["choices"]] == ([0.5, 0.9] if offered else [])
@@ -246,7 +247,7 @@ def test_the_coverage_of_another_head_is_not_offered(make_model):
 
 def test_a_model_with_one_k_has_text_in_place_of_the_slider(make_model, image_folder):
     model = make_model()
-    model.config.set_calibration({2: 0.2}, {}, coverage={"lac": {"0.9": 0.1}})
+    Calibration.store(model.config, {2: 0.2}, {}, coverage={"lac": {"0.9": 0.1}})
     page = build_page(model, "trees")
     assert not components(page, "slider")
     assert any("K = 2 classes on average" in text["value"] for text in components(page, "html"))
@@ -275,7 +276,7 @@ def test_a_set_of_thousands_is_counted_and_its_best_are_shown():
 
 def test_class_names_cannot_write_to_the_page(make_model, image_folder):
     model = make_model(id2label={i: f"<script>{name}</script>" for i, name in enumerate(CLASSES)})
-    model.config.set_calibration({1: 0.2, 2: 0.1}, {})
+    Calibration.store(model.config, {1: 0.2, 2: 0.1}, {})
     scores = scores_of(model, image_folder / "test" / "oak" / "0.png")
     for text in answer_html(model.config, scores, k=2):
         assert "<script>" not in text and "&lt;script&gt;" in text
@@ -283,9 +284,9 @@ def test_class_names_cannot_write_to_the_page(make_model, image_folder):
 
 def test_between_recorded_values_a_threshold_in_between_answers(make_model, image_folder):
     model = make_model()
-    model.config.set_calibration({1: 0.2, 2: 0.1, 5: 0.05}, {})
+    Calibration.store(model.config, {1: 0.2, 2: 0.1, 5: 0.05}, {})
     scores = scores_of(model, image_folder / "test" / "oak" / "0.png")
-    lambda_val = model.config.threshold(4)
+    lambda_val = Calibration.of(model.config).threshold(4)
     assert 0.05 < lambda_val < 0.1
     text, growth = answer_html(model.config, scores, k=4)
     assert "for K = 4" in text and f"threshold {lambda_val:.4g}" in text
@@ -337,7 +338,7 @@ def test_any_classifier_with_thresholds_can_be_shown(splits, image_folder, tmp_p
 
 def test_glyphs_are_drawn_as_examples(make_model):
     model = make_model(num_labels=120, id2label=dict(enumerate(map(class_name, CHARACTERS))), in_chans=1).eval()
-    model.config.set_calibration({2: 1 / 120}, {})  # of an untrained model: some scores lie above it, some below
+    Calibration.store(model.config, {2: 1 / 120}, {})  # of an untrained model: some scores lie above it, some below
     with chosen_examples(model, None) as chosen:
         sizes = [size for _, size in chosen]
         assert len(chosen) == 8 and sizes == sorted(sizes) and len(set(sizes)) > 3

@@ -36,7 +36,7 @@ ORDERS = {
 def test_every_order_of_imports(program, make_model, tmp_path):
     if "FOLDER" in program:
         model = make_model()
-        model.config.set_calibration({2: 0.0}, record={})
+        Calibration.store(model.config, {2: 0.0}, {})
         model.save_pretrained(tmp_path)
     code = f"FOLDER = {str(tmp_path)!r}\n{program}"
     subprocess.run([sys.executable, "-c", code], check=True)

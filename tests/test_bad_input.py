@@ -27,6 +27,7 @@ from PIL import Image
 
 import avgk_hf
 from avgk_hf import AvgKConfig, AvgKForImageClassification, AvgKTrainingArguments, load_splits, prepare
+from avgk_hf.calibration import Calibration
 from avgk_hf.cli import main
 from avgk_hf.data import align_labels, class_counts, open_image, skip_bad_images
 from avgk_hf.data.glyphs import write_image_folder
@@ -35,7 +36,6 @@ from avgk_hf.losses import LOSSES
 from avgk_hf.metrics.average_k_accuracy.average_k_accuracy import average_k_accuracy
 from avgk_hf.model_card import render_card
 from avgk_hf.modeling import AvgKOutput
-from avgk_hf.set_statistics import SetStatistics, class_means
 from avgk_hf.sets import (
     AverageKThreshold,
     average_k_threshold,
@@ -44,6 +44,7 @@ from avgk_hf.sets import (
     ranked_sets,
     score,
 )
+from avgk_hf.statistics import SetStatistics, class_means
 from avgk_hf.train import DataArguments, ModelArguments, model_arguments, parse_recipe
 from avgk_hf.train import main as train
 from conftest import CLASSES, RECIPE, save_vit, write_images
@@ -169,7 +170,7 @@ def saved_model(tmp_path_factory):
         "test_resnet", id2label=dict(enumerate(CLASSES)), k=2, image_size=32, objective="ce"
     )
     torch.nn.init.normal_(model.ml_head.weight)
-    model.config.set_calibration({2: 0.15}, {"num_examples": 1})
+    Calibration.store(model.config, {2: 0.15}, {"num_examples": 1})
     folder = tmp_path_factory.mktemp("bad") / "model"
     model.save_pretrained(folder)
     classify = pipeline("average-k-image-classification", model=str(folder))
@@ -354,7 +355,7 @@ def test_tensors_that_are_fine(saved_model):
         with refused(next(iter(bad))):
             model.predict_sets(grey, **bad)
     vit = AvgKForImageClassification.from_timm("test_vit", num_labels=6, k=2)
-    vit.config.set_calibration({2: 0.1}, {})
+    Calibration.store(vit.config, {2: 0.1}, {})
     with refused("(1, 3, 33, 33) do not fit test_vit", "resize the images to 160 x 160"):
         vit.predict_sets(torch.rand(1, 3, 33, 33))
 

@@ -16,13 +16,14 @@ from transformers import (
 )
 
 from avgk_hf import SetSizeMonitor, load_splits
+from avgk_hf.calibration import Calibration
 from avgk_hf.classifiers import load_classifier, model_scores, transform_for, write_thresholds
 from avgk_hf.cli import main
 from avgk_hf.conformal import answer
 from avgk_hf.data import align_labels
 from avgk_hf.evaluation import calibrate, evaluate
-from avgk_hf.set_statistics import SetStatistics
 from avgk_hf.sets import average_k_threshold, predict_sets
+from avgk_hf.statistics import SetStatistics
 from conftest import CLASSES, save_vit, write_images
 
 LABELS = dict(enumerate(CLASSES))
@@ -101,7 +102,8 @@ def test_calibrate_in_place_replaces_the_whole_calibration(make_model, splits, i
     wanted = {name: getattr(model.config, name) for name in ("heads", "head_thresholds", "coverage", "calibration")}
     other = {"ml": "sccp", "sccp": "mean", "mean": "ml"}
     stale = dict.fromkeys(sizes, 0.5)
-    model.config.set_calibration(
+    Calibration.store(
+        model.config,
         {float(k): 0.5 for k in sizes},
         {"num_examples": 1},
         heads={float(k): other[head] for k, head in wanted["heads"].items()},
@@ -141,11 +143,18 @@ def test_what_is_stored_for_a_classifier_of_another_class(splits, tmp_path):
     assert metrics["top1_accuracy"] == result["top1_accuracy"] and "top1_accuracy@3" not in metrics
     assert not any(name.startswith("coverage") for name in metrics)
     record = stats.coverage([0.5, 0.8], True, k=2.5)
-    assert set(config.coverage) == set(record) and config.coverage["k_reg"] == record["k_reg"] == 2
-    assert config.coverage["class_counts"] == [5] * 6
+    assert (
+        set(Calibration.of(config).coverage) == set(record)
+        and Calibration.of(config).coverage["k_reg"] == record["k_reg"] == 2
+    )
+    assert Calibration.of(config).coverage["class_counts"] == [5] * 6
     for method in ("lac", "aps", "raps"):
-        assert config.coverage[method] == pytest.approx(record[method], **approximately)
-    assert set(config.coverage["per_class"]["0.8"]["own"]) == set(record["per_class"]["0.8"]["own"]) == set("012345")
+        assert Calibration.of(config).coverage[method] == pytest.approx(record[method], **approximately)
+    assert (
+        set(Calibration.of(config).coverage["per_class"]["0.8"]["own"])
+        == set(record["per_class"]["0.8"]["own"])
+        == set("012345")
+    )
     curve = config.calibration.pop("curve")
     assert [row[:2] for row in curve] == [pytest.approx(row[:2], **approximately) for row in stats.curve()]
     today = datetime.datetime.now(datetime.timezone.utc).date().isoformat()
@@ -177,7 +186,10 @@ def test_what_is_stored_for_a_classifier_of_another_class(splits, tmp_path):
     nameless._split = None
     calibrate(model, nameless, k=[2], **levels)
     assert config.calibration["split"] == "validation"
-    assert set(config.coverage) == {"num_examples", "lac", "class_counts", "per_class"} and config.score == "sigmoid"
+    assert (
+        set(Calibration.of(config).coverage) == {"num_examples", "lac", "class_counts", "per_class"}
+        and config.score == "sigmoid"
+    )
 
 
 def test_python_twin_and_refusals(classifier, splits):

@@ -7,6 +7,7 @@ import pytest
 from transformers import AutoConfig, PreTrainedConfig
 
 from avgk_hf import AvgKConfig
+from avgk_hf.calibration import Calibration
 from avgk_hf.configuration import AUTO_MAP, CUSTOM_PIPELINES, read_json
 from avgk_hf.losses import every_hyperparameter
 
@@ -31,7 +32,7 @@ CARRIED = ("thresholds", "heads", "head_thresholds", "coverage", "calibration")
 def calibrated(**fields):
     config = AvgKConfig(num_labels=6, **{**FIELDS, **fields})
     own = {k: LAMBDAS[head][k] for k, head in CHOSEN.items()}
-    config.set_calibration(own, RECORD, heads=CHOSEN, head_thresholds=LAMBDAS, coverage=COVERAGE)
+    Calibration.store(config, own, RECORD, heads=CHOSEN, head_thresholds=LAMBDAS, coverage=COVERAGE)
     return config
 
 
@@ -40,15 +41,20 @@ def test_a_calibration_is_stored_as_plain_text_and_numbers():
     assert list(config.thresholds.items()) == [("1.5", 0.4), ("2", 0.2), ("3", 0.1)]  # ascending
     assert list(config.heads.items()) == [("1.5", "ml"), ("2", "sccp"), ("3", "ml")]
     ascending = {"ml": [("1.5", 0.4), ("2", 0.3), ("3", 0.1)], "sccp": [("1.5", 0.5), ("2", 0.2), ("3", 0.15)]}
-    assert {head: list(values.items()) for head, values in config.head_thresholds.items()} == ascending
-    assert config.coverage == COVERAGE and config.calibration == RECORD
-    assert (config.threshold(), config.threshold(3), config.head_for(), config.head_for(3)) == (0.2, 0.1, "sccp", "ml")
-    config.set_calibration({2: 1}, {"num_examples": 7})
+    assert {head: list(values.items()) for head, values in config.calibration["head_thresholds"].items()} == ascending
+    assert Calibration.of(config).coverage == COVERAGE and config.calibration == RECORD
+    assert (
+        Calibration.of(config).threshold(),
+        Calibration.of(config).threshold(3),
+        Calibration.of(config).head(),
+        Calibration.of(config).head(3),
+    ) == (0.2, 0.1, "sccp", "ml")
+    Calibration.store(config, {2: 1}, {"num_examples": 7})
     assert config.thresholds == {"2": 1.0} and type(config.thresholds["2"]) is float
-    assert (config.heads, config.head_thresholds, config.coverage) == ({}, {}, {})
+    assert (config.heads, config.calibration["head_thresholds"], Calibration.of(config).coverage) == ({}, {}, {})
     assert config.calibration == {"num_examples": 7}
     config = calibrated()
-    config.clear_calibration()
+    Calibration.drop(config)
     fresh = AvgKConfig(num_labels=6)
     assert all(getattr(config, name) == getattr(fresh, name) for name in CARRIED)
 
@@ -188,11 +194,14 @@ def test_remote_code_keeps_plain_hyperparameters(monkeypatch):
         ({"train_counts": [1] * 5 + [True]}, r"config\.train_counts=.* is of the wrong type"),
         ({"thresholds": {"2": 1.5}}, r"config\.thresholds\['2'\]=1\.5 is no probability"),
         ({"thresholds": {"6": 0.5}}, r"config\.thresholds has the key '6'"),
-        ({"head_thresholds": {"auto": {"2": 0.5}}}, r"config\.head_thresholds has the key 'auto'; choose among"),
-        ({"head_thresholds": {"ml": {"2": 1.5}}}, r"config\.head_thresholds\['ml'\]\['2'\]=1\.5 is no probability"),
-        ({"head_thresholds": {"ml": {"6": 0.5}}}, r"config\.head_thresholds\['ml'\] has the key '6'"),
-        ({"coverage": {"lac": {"0.9": 1.5}}}, r"config\.coverage\['lac'\]\['0\.9'\]=1\.5 is no probability"),
-        ({"coverage": {"class_counts": [1] * 5}}, r"config\.coverage\['class_counts'\] must hold 6"),
+        ({"head_thresholds": {"auto": {"2": 0.5}}}, r"calibration\.head_thresholds has the key 'auto'; choose among"),
+        (
+            {"head_thresholds": {"ml": {"2": 1.5}}},
+            r"calibration\.head_thresholds\['ml'\]\['2'\]=1\.5 is no probability",
+        ),
+        ({"head_thresholds": {"ml": {"6": 0.5}}}, r"calibration\.head_thresholds\['ml'\] has the key '6'"),
+        ({"coverage": {"lac": {"0.9": 1.5}}}, r"calibration\.coverage\['lac'\]\['0\.9'\]=1\.5 is no probability"),
+        ({"coverage": {"class_counts": [1] * 5}}, r"calibration\.coverage\['class_counts'\] must hold 6"),
         ({"head": "auto", "thresholds": {"2": 0.5}}, r"config\.heads\['2'\]=None; choose among \['ml', 'sccp'"),
         ({"head": "auto", "thresholds": {"2": 0.5}, "heads": {"2": "auto"}}, r"config\.heads\['2'\]='auto'; choose"),
         ({"treshold": {}}, r"config\.treshold is no field of AvgKConfig\. Did you mean 'thresholds'\?"),

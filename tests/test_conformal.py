@@ -21,6 +21,7 @@ from scipy.stats import betabinom
 from transformers import pipeline
 
 from avgk_hf import AvgKConfig, AvgKForImageClassification, SetSizeMonitor, load_splits
+from avgk_hf.calibration import Calibration
 from avgk_hf.classifiers import load_classifier, model_scores, transform_for
 from avgk_hf.cli import main
 from avgk_hf.conformal import (
@@ -41,8 +42,8 @@ from avgk_hf.conformal import (
 from avgk_hf.evaluation import evaluate, watch
 from avgk_hf.export import export_onnx
 from avgk_hf.model_card import render_card
-from avgk_hf.set_statistics import SetStatistics, curve_ks
 from avgk_hf.sets import average_k_threshold, ranked_mass, ranked_sets, stored_threshold
+from avgk_hf.statistics import SetStatistics, curve_ks
 from conftest import CLASSES, save_vit
 
 PENALTY, K_REG = 0.01, 2
@@ -228,7 +229,7 @@ def test_whose_coverage_it_is():
     damaged = SimpleNamespace(num_labels=3, coverage={**record, "lac": {"0.95": 7, "0.9": 0.2}, "aps": {"0.9": "x"}})
     assert stored_coverage(damaged, 0.9) == 0.2 and recorded_levels(damaged) == [0.9]
     for method, level in (("lac", 0.95), ("aps", 0.9)):
-        with pytest.raises(ValueError, match=r"config\.coverage\["):
+        with pytest.raises(ValueError, match=r"calibration\.coverage\["):
             stored_coverage(damaged, level, method)
     with pytest.raises(ValueError, match=r"config\.coverage=\[1\] must be a mapping"):
         stored_coverage(SimpleNamespace(num_labels=3, coverage=[1]), 0.9)
@@ -255,7 +256,7 @@ def test_a_record_that_is_in_order():
     check_coverage({**record, "per_class": {"0.9": {**part, "own": {"0": 7}, "pooled": -7}}}, 6, "logit")
     check_coverage({}, 6, "softmax")
     for changed, message in (
-        ({"k_reg": 7}, r"config\.coverage\['k_reg'\]=7 must be a number >= 0, and whole"),
+        ({"k_reg": 7}, r"calibration\.coverage\['k_reg'\]=7 must be a number >= 0, and whole"),
         ({"k_reg": -1}, r"\['k_reg'\]=-1 must be"),
         ({"num_examples": 1.0}, r"\['num_examples'\]=1\.0 must be"),
         ({"penalty": math.inf}, r"\['penalty'\]=inf is not a finite number"),
@@ -627,32 +628,38 @@ def test_heads_are_not_mixed_between_k():
     chosen = {"1": "ml", "2": "ml", "4": "sccp"}
     own = {key: lambdas[head][key] for key, head in chosen.items()}
     config = AvgKConfig(num_labels=6, k=2, head="auto", thresholds=own, heads=chosen, head_thresholds=lambdas)
-    assert (config.head_for(2.5), config.head_for(3), config.head_for(3.5)) == ("ml", "ml", "sccp")
-    assert config.threshold(2.5) == pytest.approx(between(lambdas["ml"], 2.5))
-    assert config.threshold(3.5) == pytest.approx(between(lambdas["sccp"], 3.5))
+    assert (Calibration.of(config).head(2.5), Calibration.of(config).head(3), Calibration.of(config).head(3.5)) == (
+        "ml",
+        "ml",
+        "sccp",
+    )
+    assert Calibration.of(config).threshold(2.5) == pytest.approx(between(lambdas["ml"], 2.5))
+    assert Calibration.of(config).threshold(3.5) == pytest.approx(between(lambdas["sccp"], 3.5))
     # the curve is that of one head
     config.calibration = {"head": "ml", "curve": [[2, 0.4, 2, 1, 1], [2.5, 0.39, 2.5, 1, 1], [4, 0.2, 4, 1, 1]]}
-    assert config.threshold(2.5) == 0.39 and config.threshold(3) == pytest.approx(between({"2.5": 0.39, "4": 0.2}, 3))
-    assert config.threshold(3.5) == pytest.approx(between(lambdas["sccp"], 3.5))
-    config.head_thresholds = {}
+    assert Calibration.of(config).threshold(2.5) == 0.39 and Calibration.of(config).threshold(3) == pytest.approx(
+        between({"2.5": 0.39, "4": 0.2}, 3)
+    )
+    assert Calibration.of(config).threshold(3.5) == pytest.approx(between(lambdas["sccp"], 3.5))
+    config.calibration["head_thresholds"] = {}
     with pytest.raises(ValueError, match=r"no threshold is stored for k=3.5"):
-        config.threshold(3.5)
-    assert config.threshold(1.5) == pytest.approx(between(lambdas["ml"], 1.5))
+        Calibration.of(config).threshold(3.5)
+    assert Calibration.of(config).threshold(1.5) == pytest.approx(between(lambdas["ml"], 1.5))
 
 
 def test_another_head_does_not_get_the_thresholds_of_the_first():
     config = AvgKConfig(num_labels=6, k=2)
     coverage = {"num_examples": 30, "lac": {"0.9": 0.1}}
     lambdas = {"ml": {1: 0.8, 2: 0.4}, "sccp": {1: 0.9, 2: 0.6}}
-    config.set_calibration(lambdas["ml"], {"head": "ml"}, head_thresholds=lambdas, coverage=coverage)
-    assert (config.threshold(), check_request(config, coverage=0.9)) == (0.4, ("scores", 0.1))
+    Calibration.store(config, lambdas["ml"], {"head": "ml"}, head_thresholds=lambdas, coverage=coverage)
+    assert (Calibration.of(config).threshold(), check_request(config, coverage=0.9)) == (0.4, ("scores", 0.1))
     config.head = "sccp"
-    assert config.threshold() == 0.6
+    assert Calibration.of(config).threshold() == 0.6
     with pytest.raises(ValueError, match="coverage was calibrated for head='ml', and now 'sccp' answers: calibrate"):
         check_request(config, coverage=0.9)
-    config.head_thresholds = {}
+    config.calibration["head_thresholds"] = {}
     with pytest.raises(ValueError, match="are those of head='ml', and none is stored for 'sccp': calibrate"):
-        config.threshold()
+        Calibration.of(config).threshold()
 
 
 def test_a_head_that_is_set_later_gets_its_own_thresholds(make_model, tmp_path):
@@ -666,33 +673,33 @@ def test_a_head_that_is_set_later_gets_its_own_thresholds(make_model, tmp_path):
 
     def model(head, record=record):
         found = make_model(head="auto")
-        found.config.set_calibration(own, record, chosen, lambdas, coverage)
+        Calibration.store(found.config, own, record, chosen, lambdas, coverage)
         found.config.head = head
         return found
 
     for head, between in (("ml", math.exp((math.log(0.3) + math.log(0.1)) / 2)), ("sccp", 0.15)):
         config = model(head).config
-        assert [config.threshold(k) for k in (1, 2, 5)] == list(lambdas[head].values())
+        assert [Calibration.of(config).threshold(k) for k in (1, 2, 5)] == list(lambdas[head].values())
         middle = 3 if head == "sccp" else math.sqrt(10)
-        assert config.threshold(middle) == pytest.approx(between)
+        assert Calibration.of(config).threshold(middle) == pytest.approx(between)
         assert recorded_levels(config) == ([0.9] if head == "sccp" else [])
         # a record of earlier versions does not name the head: it is that of the model's own K
         old = model(head, {"num_examples": 30, "curve": curve}).config
-        assert old.threshold(middle) == pytest.approx(between)
+        assert Calibration.of(old).threshold(middle) == pytest.approx(between)
         report = export_onnx(model(head), tmp_path / head)
         assert report["head"] == head and list(report["thresholds"].values()) == list(lambdas[head].values())
         kept = model(head).drop_unused_head()
         assert kept.sccp_head is None and kept.config.head == kept.config.calibration["head"] == "ml"
-        assert [kept.config.threshold(k) for k in (1, 2, 5)] == list(lambdas[head].values())
-        assert kept.config.threshold(middle) == pytest.approx(between)
+        assert [Calibration.of(kept.config).threshold(k) for k in (1, 2, 5)] == list(lambdas[head].values())
+        assert Calibration.of(kept.config).threshold(middle) == pytest.approx(between)
         assert recorded_levels(kept.config) == ([0.9] if head == "sccp" else [])
-    assert model("ml").drop_sccp_head().config.threshold(2) == 0.3
+    assert model("ml").drop_sccp_head().Calibration.of(config).threshold(2) == 0.3
     assert make_model(head="sccp").drop_unused_head().config.calibration is None
     lost = make_model()
-    lost.config.set_calibration({2: 0.2}, {})
+    Calibration.store(lost.config, {2: 0.2}, {})
     lost.config.head = "auto"
     with pytest.raises(ValueError, match="head='auto', and no head was chosen: calibrate"):
-        lost.config.threshold(2)
+        Calibration.of(lost.config).threshold(2)
 
 
 def test_evaluation_with_another_head_leaves_the_coverage_out(make_model, splits):
@@ -798,8 +805,8 @@ def test_scores_that_do_not_sum_to_one():
     [
         (3, "coverage"),
         ([0.9], "coverage"),
-        ({"lac": 3}, r"config.coverage\['lac'\]=3 must map"),
-        ({"lac": {"0.9": None}}, r"config.coverage\['lac'\]\['0.9'\]=None is not a finite number"),
+        ({"lac": 3}, r"calibration.coverage\['lac'\]=3 must map"),
+        ({"lac": {"0.9": None}}, r"calibration.coverage\['lac'\]\['0.9'\]=None is not a finite number"),
         ({"lac": {"0.9": math.nan}}, r"\['lac'\]\['0.9'\]=nan is not a finite number"),
         ({"lac": {"0.9": -0.1}}, r"\['lac'\]\['0.9'\]=-0.1 is no probability"),
         ({"lac": {"90": 0.1}}, r"\['lac'\] has the key '90', which is no coverage level"),
@@ -837,11 +844,11 @@ def test_a_damaged_record_is_refused_by_name(coverage, message, tmp_path):
 def test_the_record_goes_with_the_thresholds(tmp_path):
     record = {"num_examples": 30, "lac": {"0.9": 0.1}}
     config = AvgKConfig(num_labels=6, k=2)
-    config.set_calibration({2: 0.1}, {}, coverage=record)
+    Calibration.store(config, {2: 0.1}, {}, coverage=record)
     config.save_pretrained(tmp_path)
     assert AvgKConfig.from_pretrained(tmp_path).coverage == record
     assert AvgKConfig.from_pretrained(tmp_path, num_labels=7).coverage == {}
-    config.clear_calibration()
+    Calibration.drop(config)
     assert config.coverage == {}
     assert AvgKConfig(num_labels=6, score="logit", coverage={"lac": {"0.9": -3.5}}).coverage
 
@@ -995,7 +1002,7 @@ def test_a_calibration_says_what_it_replaces(folder, image_folder, tmp_path, cap
 
 def test_a_card_has_no_results_for_a_k_that_was_not_evaluated(make_model):
     model = make_model()
-    model.config.set_calibration({1: 0.3, 1.5: 0.25, 2: 0.2}, {})
+    Calibration.store(model.config, {1: 0.3, 1.5: 0.25, 2: 0.2}, {})
     metrics = {"top1_accuracy": 0.5}
     for suffix in ("", "@1"):
         names = ("average_k_accuracy", "mean_set_size", "lambda_val", "empty_sets")
@@ -1044,14 +1051,14 @@ def test_levels_in_a_recipe(recipe):
 def test_auto_head_records_the_coverage_of_its_own_k(make_model, splits, tmp_path):
     model = make_model(head="auto")
     evaluate(model, splits["validation"], [1, 3], calibrate=True, coverage=[0.9])
-    assert model.config.head_for() == "ml"
+    assert Calibration.of(model.config).head() == "ml"
     ml = model.config.coverage
     with torch.no_grad():  # the other head is the better one now
         for own, other in zip(model.ml_head.parameters(), model.sccp_head.parameters(), strict=True):
             own.copy_(other), other.copy_(torch.randn_like(other))
     model.ml_head, model.sccp_head = model.sccp_head, model.ml_head
     evaluate(model, splits["validation"], [1, 3], calibrate=True, coverage=[0.9])
-    head = model.config.head_for()
+    head = Calibration.of(model.config).head()
     fixed = make_model(head=head)
     fixed.load_state_dict(model.state_dict())
     evaluate(fixed, splits["validation"], [1, 3], calibrate=True, coverage=[0.9])
@@ -1096,6 +1103,6 @@ def test_evaluation_at_a_k_in_between(make_model, splits, image_folder):
     model = make_model()
     evaluate(model, splits["validation"], [1, 3], calibrate=True)
     metrics = evaluate(model, load_splits(str(image_folder))["test"], [2.5])
-    assert metrics["lambda_val@2.5"] == model.config.threshold(2.5)
+    assert metrics["lambda_val@2.5"] == Calibration.of(model.config).threshold(2.5)
     with pytest.raises(ValueError, match=r"no threshold is stored for k=3.5.*\[1, 3\]"):
         evaluate(model, splits["test"], [3.5])

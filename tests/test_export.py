@@ -16,6 +16,7 @@ import torch
 from PIL import Image
 
 from avgk_hf import AvgKForImageClassification, load_splits
+from avgk_hf.calibration import Calibration
 from avgk_hf.classifiers import load_classifier, model_scores, transform_for
 from avgk_hf.cli import main
 from avgk_hf.data.glyphs import CHARACTERS, class_name, draw
@@ -65,7 +66,7 @@ def classifier(name):
             model.ml_head.weight *= 1.5 / model.eval()(pixels).logits.std()
     scores = model.scores(pixels)
     ks = {*KS, model.config.k}
-    model.config.set_calibration({k: average_k_threshold(scores, k) for k in ks}, {"num_examples": PIXELS})
+    Calibration.store(model.config, {k: average_k_threshold(scores, k) for k in ks}, {"num_examples": PIXELS})
     return model, pixels, scores
 
 
@@ -98,7 +99,7 @@ def test_the_same_sets_as_torch(exported):
     model, pixels, scores, folder, _ = exported
     graph = session(folder / "model.onnx")
     for k in KS:
-        lambda_val = model.config.threshold(k)
+        lambda_val = Calibration.of(model.config).threshold(k)
         for batch_size in (1, 7, 64) if k == 2 else (64,):
             found, sets = run(graph, pixels, lambda_val, batch_size)
             assert (found.dtype, sets.dtype, found.shape) == (np.float32, bool, tuple(scores.shape))
@@ -109,7 +110,7 @@ def test_the_same_sets_as_torch(exported):
             plain = predict_sets(torch.from_numpy(found), lambda_val)
             assert ((plain == predict_sets(scores, lambda_val)) | undecided).all()
             assert undecided.float().mean() < 0.01  # of nearly all classes the graph decides as torch does
-    assert (scores.amax(1) < model.config.threshold(1)).any()  # empty sets got their best class
+    assert (scores.amax(1) < Calibration.of(model.config).threshold(1)).any()  # empty sets got their best class
 
 
 def test_threshold_is_an_input(exported):
@@ -148,7 +149,7 @@ def test_file_says_what_it_is(exported):
 
 def test_torch_export_of_the_same_graph(exported):
     model, pixels, scores, _, _ = exported
-    module, lambda_val = exportable(model), torch.tensor(model.config.threshold(2))
+    module, lambda_val = exportable(model), torch.tensor(Calibration.of(model.config).threshold(2))
     inputs = pixels[:2], lambda_val
     program = torch.export.export(module, inputs, dynamic_shapes=({0: torch.export.Dim("batch")}, None))
     assert not any("sccp" in name for name in program.state_dict)
@@ -164,7 +165,7 @@ def test_graph_follows_head_and_score(make_model, tmp_path, head, kind):
     """On images that are wider than high, and on grey ones."""
     model = make_model(head=head, score=kind, model_args={"in_chans": 1 + 2 * (kind != "logit")})
     model.config.pretrained_cfg["input_size"] = [1 + 2 * (kind != "logit"), 32, 48]
-    model.config.set_calibration({1: 0.3, 4: 0.1}, {})
+    Calibration.store(model.config, {1: 0.3, 4: 0.1}, {})
     report = export_onnx(model, tmp_path, k=2)
     pixels = torch.randn(50, *model.config.pretrained_cfg["input_size"])
     lambda_val = report["thresholds"]["2"]
@@ -176,18 +177,20 @@ def test_graph_follows_head_and_score(make_model, tmp_path, head, kind):
 
 def test_a_k_in_between_is_written_too(make_model, tmp_path):
     model = make_model()
-    model.config.set_calibration({1: 0.4, 4: 0.1}, {})
+    Calibration.store(model.config, {1: 0.4, 4: 0.1}, {})
     for k in (2.0, 2.5):
         report = export_onnx(model, tmp_path, k=k)
         about = session(tmp_path / "model.onnx").get_modelmeta().custom_metadata_map
         asked, thresholds = json.loads(about["k"]), json.loads(about["thresholds"])
-        assert asked == k and thresholds[str(asked)] == report["thresholds"][str(asked)] == model.config.threshold(k)
+        assert asked == k and thresholds[str(asked)] == report["thresholds"][str(asked)] == Calibration.of(
+            model.config
+        ).threshold(k)
         assert list(thresholds) == ["1", str(asked), "4"]
 
 
 def test_auto_heads_export_one_head(make_model, tmp_path):
     model = make_model(head="auto")
-    model.config.set_calibration({1: 0.3, 2: 0.2, 3: 0.1}, {}, heads={1: "ml", 2: "sccp", 3: "sccp"})
+    Calibration.store(model.config, {1: 0.3, 2: 0.2, 3: 0.1}, {}, heads={1: "ml", 2: "sccp", 3: "sccp"})
     (tmp_path / "model.int8.onnx").write_bytes(b"of another model")
     report = export_onnx(model, tmp_path)
     assert {path.name for path in tmp_path.iterdir()} == {"model.onnx", "preprocessor_config.json", "export.json"}
@@ -202,7 +205,7 @@ def test_auto_heads_export_one_head(make_model, tmp_path):
 def test_half_precision_is_exported_in_float32(make_model, tmp_path, caplog):
     """Whose thresholds are those of other scores, which is said."""
     model = make_model().to(torch.bfloat16)
-    model.config.set_calibration({2: 0.2}, {})
+    Calibration.store(model.config, {2: 0.2}, {})
     report = export_onnx(model, tmp_path)
     assert {p.dtype for p in exportable(model).parameters()} == {torch.float32} and model.dtype == torch.bfloat16
     pixels = torch.randn(3, 3, 32, 32, generator=torch.Generator().manual_seed(0))
@@ -239,7 +242,7 @@ def test_the_readme_without_the_package(saved, make_model, tmp_path, capsys, siz
     """What the README shows, with onnxruntime, numpy and Pillow alone, gives the sets of `avgk predict`."""
     if grey:
         model = make_model(model_args={"in_chans": 1})
-        model.config.set_calibration({2: 0.17}, {})
+        Calibration.store(model.config, {2: 0.17}, {})
         saved = tmp_path / "grey"
         model.save_pretrained(saved)
     assert main(["export", str(saved), "--onnx", "--out", str(tmp_path / "runs/plants/onnx")]) == 0
@@ -284,7 +287,7 @@ def test_the_command_measures_what_it_writes(saved, image_folder, tmp_path, caps
     dataset, transform = load_splits(str(image_folder))["test"], transform_for(model)
     pixels = torch.stack([transform.image(row["image"]) for row in dataset])
     scores, _ = run(session(saved / "onnx" / "model.int8.onnx"), pixels, 0.0, 30)
-    sets, labels = scores >= np.float32(model.config.threshold(2)), np.array(dataset["label"])
+    sets, labels = scores >= np.float32(Calibration.of(model.config).threshold(2)), np.array(dataset["label"])
     assert small["mean_set_size@2"] == pytest.approx(sets.sum(1).mean(), abs=0.05)
     assert small["average_k_accuracy@2"] == pytest.approx(sets[np.arange(30), labels].mean(), abs=0.04)
     for name, difference in report["int8_difference"].items():

@@ -58,7 +58,7 @@ def client(server):
 @pytest.fixture
 def model_folder(make_model, tmp_path):
     model = make_model()
-    model.config.set_calibration({2: 0.1}, {"num_examples": 3})
+    Calibration.store(model.config, {2: 0.1}, {"num_examples": 3})
     model.save_pretrained(tmp_path / "model")
     return tmp_path / "model"
 
@@ -145,6 +145,7 @@ OUTPUTS = """
 import json, sys
 import torch
 from safetensors.torch import save_file
+from avgk_hf.calibration import Calibration
 from avgk_hf import AvgKForImageClassification
 torch.manual_seed(0)
 torch.set_num_threads(1)
@@ -158,7 +159,7 @@ def save_outputs(model, path):
 
 PUSH = """
 model = AvgKForImageClassification.from_timm("test_resnet", num_labels=6, k=2, image_size=32)
-model.config.set_calibration({2: 0.1}, {"num_examples": 3})
+Calibration.store(model.config, {2: 0.1}, {"num_examples": 3})
 model.push_to_hub("someone/tiny")
 save_outputs(model, sys.argv[1])
 """
@@ -359,7 +360,7 @@ def test_short_interruptions_leave_no_half_files(hub, client, model_folder):
 
 PUSH_AGAIN = """
 model = AvgKForImageClassification.from_timm("test_resnet", num_labels=6, k=2, image_size=32)
-model.config.set_calibration({2: 0.1}, {"num_examples": 3})
+Calibration.store(model.config, {2: 0.1}, {"num_examples": 3})
 errors = [error_of(model.push_to_hub, "someone/tiny") for _ in range(4)]
 model.save_pretrained(sys.argv[1])
 print(json.dumps(errors))

@@ -11,6 +11,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from transformers import AutoConfig, AutoImageProcessor, AutoModelForImageClassification
 
+from avgk_hf.calibration import Calibration
 from avgk_hf import AvgKConfig, AvgKForImageClassification
 from avgk_hf.losses import LOSSES, make_loss
 
@@ -21,7 +22,7 @@ IMAGES = torch.rand(4, 3, 32, 32, generator=torch.Generator().manual_seed(0))
 @pytest.mark.parametrize("name", BACKBONES)
 def test_save_and_load_give_identical_logits(name, make_model, tmp_path):
     model = make_model(name).eval()
-    model.config.set_calibration({2: 0.1234567, 1.5: 0.3}, {"num_examples": 30, "split": "validation"})
+    Calibration.store(model.config, {2: 0.1234567, 1.5: 0.3}, {"num_examples": 30, "split": "validation"})
     model.save_pretrained(tmp_path)
     loaded = AvgKForImageClassification.from_pretrained(tmp_path).eval()
     assert (tmp_path / "model.safetensors").is_file()
@@ -160,7 +161,7 @@ def test_half_precision_model_accepts_float_images(make_model):
 def test_predict_sets(make_model):
     model = make_model().train()
     scores = model.scores(IMAGES)
-    model.config.set_calibration({2: float(scores.max()), 3: 0.0}, {})
+    Calibration.store(model.config, {2: float(scores.max()), 3: 0.0}, {})
     assert model.training  # prediction leaves the mode as it was
     sets = model.predict_sets(IMAGES)
     assert sorted(len(s) for s in sets) == [0, 0, 0, 1]
@@ -174,7 +175,7 @@ def test_uncalibrated_model_and_unknown_k_are_refused(make_model):
     model = make_model()
     with pytest.raises(ValueError, match=r"no thresholds.*`avgk calibrate MODEL DATASET`"):
         model.predict_sets(IMAGES)
-    model.config.set_calibration({2: 0.1, 3: 0.05}, {})
+    Calibration.store(model.config, {2: 0.1, 3: 0.05}, {})
     with pytest.raises(ValueError, match=r"no threshold is stored for k=1.5.*calibrated for k in 2, 3.*--k 1.5"):
         model.predict_sets(IMAGES, k=1.5)
     with pytest.raises(ValueError, match=r"k=6 must be a number in \[1, 6\)"):
@@ -183,7 +184,7 @@ def test_uncalibrated_model_and_unknown_k_are_refused(make_model):
 
 def test_drop_sccp_head(make_model, tmp_path):
     model = make_model().eval()
-    model.config.set_calibration({2: 0.1}, {})
+    Calibration.store(model.config, {2: 0.1}, {})
     sets = model.predict_sets(IMAGES)
     assert model.drop_sccp_head() is model
     model.save_pretrained(tmp_path)
@@ -198,7 +199,7 @@ def test_drop_unused_head(make_model):
     def calibrated(head, heads):
         model = make_model(head=head).eval()
         scores = {k: model.config.head if head != "auto" else heads[k] for k in (2, 3)}
-        model.config.set_calibration({2: 0.17, 3: 0.1}, {}, heads=scores if head == "auto" else None)
+        Calibration.store(model.config, {2: 0.17, 3: 0.1}, {}, heads=scores if head == "auto" else None)
         return model
 
     for head, heads, kept in (
@@ -227,7 +228,7 @@ def test_a_head_that_stays_keeps_what_was_calibrated_for_it(make_model):
     def model(head, recorded="sccp", heads=None):
         found, record = make_model(head="auto"), {"num_examples": 30, "head": recorded, "curve": curve}
         chosen = heads or {2: "sccp", 3: "ml"}
-        found.config.set_calibration({k: lambdas[h][k] for k, h in chosen.items()}, record, chosen, lambdas, coverage)
+        Calibration.store(found.config, {k: lambdas[h][k] for k, h in chosen.items()}, record, chosen, lambdas, coverage)
         found.config.head = head
         return found
 
@@ -245,7 +246,7 @@ def test_a_head_that_stays_keeps_what_was_calibrated_for_it(make_model):
         expected = {"num_examples": 30, "head": "ml", "curve": curve if head == recorded else []}
         assert kept.calibration == expected
     assert model("ml").drop_sccp_head().config.thresholds == {"2": 0.3, "3": 0.1}
-    assert model("ml", "ml").drop_sccp_head().config.coverage == coverage
+    assert model("ml", "ml").drop_sccp_head().Calibration.of(config).coverage == coverage
     both = model("auto")
     assert (
         both.drop_unused_head() is both
@@ -270,7 +271,7 @@ def test_a_head_that_is_not_trained_cannot_answer(make_model):
 
 def test_another_number_of_classes_drops_the_thresholds(make_model, tmp_path):
     model = make_model(train_counts=[1, 2, 3, 4, 5, 6])
-    model.config.set_calibration({2: 0.1}, {})
+    Calibration.store(model.config, {2: 0.1}, {})
     model.save_pretrained(tmp_path)
     loaded = AvgKForImageClassification.from_pretrained(tmp_path, num_labels=9, ignore_mismatched_sizes=True)
     assert loaded.ml_head.out_features == 9
@@ -306,8 +307,8 @@ def test_unknown_names_are_refused_with_near_ones():
         ("objective", "hinge", r"config.objective='hinge' is unknown; choose one of \['ce', 'avgk'"),
         ("score", "softmin", "config.score='softmin' is unknown"),
         ("head", "both", "config.head='both' is unknown"),
-        ("head_thresholds", {"both": {"2": 0.1}}, "config.head_thresholds has the key 'both'"),
-        ("head_thresholds", {"ml": {"2": float("nan")}}, r"config.head_thresholds\['ml'\]\['2'\]=nan"),
+        ("head_thresholds", {"both": {"2": 0.1}}, "config.calibration["head_thresholds"] has the key 'both'"),
+        ("head_thresholds", {"ml": {"2": float("nan")}}, r"config.calibration["head_thresholds"]\['ml'\]\['2'\]=nan"),
         ("hyperparameters", {"alpha": float("inf")}, r"config.hyperparameters\['alpha'\]=inf"),
         ("alpha", -1.0, r"config.hyperparameters\['alpha'\]=-1.0"),
         ("train_counts", [1, 2], "config.train_counts has 2 values for 6 classes"),

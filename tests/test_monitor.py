@@ -12,6 +12,7 @@ from PIL import Image
 from transformers import pipeline
 
 from avgk_hf import AvgKForImageClassification, SetSizeMonitor, load_splits
+from avgk_hf.calibration import Calibration
 from avgk_hf.classifiers import load_classifier
 from avgk_hf.cli import main
 from avgk_hf.evaluation import calibrate, evaluate, watch
@@ -225,11 +226,11 @@ def test_monitor_of_a_config(saved):
     config = AvgKForImageClassification.from_pretrained(saved).config
     monitor = SetSizeMonitor.from_config(config)
     assert (monitor.k, monitor.num_labels, monitor.num_calibrated, monitor.source) == (2, 6, 30, "trees")
-    assert monitor.max_size == min(6, max(3, math.floor(1.0001 / config.threshold())))
+    assert monitor.max_size == min(6, max(3, math.floor(1.0001 / Calibration.of(config).threshold())))
     assert SetSizeMonitor.from_config(config, 1, tolerance=0.5).tolerance == 0.5
     config.thresholds["2"] = 1e-9
     assert SetSizeMonitor.from_config(config).max_size == 6
-    config.clear_calibration()
+    Calibration.drop(config)
     with pytest.raises(ValueError, match="no thresholds"):
         SetSizeMonitor.from_config(config)
 

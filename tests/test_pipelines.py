@@ -11,6 +11,7 @@ from test_layers import REMOTE
 from transformers import AutoModelForImageClassification, pipeline
 
 from avgk_hf import AvgKForImageClassification
+from avgk_hf.calibration import Calibration
 from avgk_hf.data.transforms import ImageTransform
 from avgk_hf.sets import average_k_threshold
 from conftest import CLASSES
@@ -33,7 +34,9 @@ def calibrated(folder, images, **kwargs):
     transform = ImageTransform(model.config)
     pixels = torch.stack([transform.image(path) for path in images])
     scores = model.scores(pixels)
-    model.config.set_calibration({k: average_k_threshold(scores, k) for k in (2, 2.5)}, {"num_examples": len(images)})
+    Calibration.store(
+        model.config, {k: average_k_threshold(scores, k) for k in (2, 2.5)}, {"num_examples": len(images)}
+    )
     model.save_pretrained(folder)
     sets = {k: model.predict_sets(pixels, k=k, min_size=1) for k in (2, 2.5)}
     expected = {k: [[labels[j] for j in classes] for classes in found] for k, found in sets.items()}
@@ -87,7 +90,7 @@ def test_set_pipeline(saved, images):
 def test_set_pipeline_follows_the_head_that_was_chosen(saved, images, tmp_path):
     model = AvgKForImageClassification.from_pretrained(saved[0])
     model.config.head = "auto"
-    model.config.set_calibration({2: 0.2, 2.5: 0.15, 3: 0.1}, {}, heads={2: "sccp", 2.5: "mean", 3: "ml"})
+    Calibration.store(model.config, {2: 0.2, 2.5: 0.15, 3: 0.1}, {}, heads={2: "sccp", 2.5: "mean", 3: "ml"})
     model.save_pretrained(tmp_path)
     transform = ImageTransform(model.config)
     pixels = torch.stack([transform.image(path) for path in images])
@@ -135,7 +138,7 @@ def test_grey_models_and_images(tmp_path):
     rng, transform = np.random.default_rng(0), ImageTransform(model.config)
     image = Image.fromarray(rng.integers(0, 255, (32, 32), dtype=np.uint8))
     scores = model.scores(transform.image(image)[None])
-    model.config.set_calibration({2: 0.0}, {})
+    Calibration.store(model.config, {2: 0.0}, {})
     model.save_pretrained(tmp_path)
     for task, options in (("image-classification", {"top_k": 6}), (TASK, {})):
         answer = pipeline(task, model=str(tmp_path))(image, **options)

@@ -63,6 +63,7 @@ from avgk_hf import (
 )
 from avgk_hf.app import MOST_PIXELS, build_page, launch, upload_folder
 from avgk_hf.backbones import MODEL_ARGS, MOST_SIDE, check_model_args, create_backbone, known_cfg
+from avgk_hf.calibration import Calibration
 from avgk_hf.classifiers import image_processor, load_classifier, transform_for
 from avgk_hf.cli import main
 from avgk_hf.comparison import plan, read_comparison
@@ -140,7 +141,7 @@ def server():
 def folder(make_model, tmp_path):
     """A model as it is pushed, which each attacker changes."""
     model = make_model()
-    model.config.set_calibration({2: 0.1}, record={})
+    Calibration.store(model.config, {2: 0.1}, {})
     model.save_pretrained(tmp_path / "model")
     return tmp_path / "model"
 
@@ -548,7 +549,7 @@ PRIVATE = "what only the user may see"
 @pytest.fixture
 def model_folder(make_model, tmp_path):
     model = make_model(num_labels=None, id2label=dict(enumerate(["ash", "beech", "cedar", "elm", "fir", "oak"])))
-    model.config.set_calibration({2: 0.1}, {"num_examples": 3})
+    Calibration.store(model.config, {2: 0.1}, {"num_examples": 3})
     model.save_pretrained(tmp_path / "model")
     return tmp_path / "model"
 
@@ -968,7 +969,7 @@ def model_folder_page(tmp_path_factory):
     torch.manual_seed(0)
     labels = {i: f"{name} {HOSTILE}" for i, name in enumerate(CLASSES)}
     model = AvgKForImageClassification.from_timm("test_resnet", id2label=labels, k=2, image_size=32)
-    model.config.set_calibration({1: 0.3, 2: 0.1}, {"num_examples": 7, "dataset": HOSTILE})
+    Calibration.store(model.config, {1: 0.3, 2: 0.1}, {"num_examples": 7, "dataset": HOSTILE})
     folder = tmp_path_factory.mktemp("page") / "<img src=x onerror=alert(1)>"
     model.save_pretrained(folder)
     return folder
@@ -1831,7 +1832,7 @@ def test_every_command_stays_inside_the_folder(command, secret, make_model, tmp_
     (tmp_path / "compare.yaml").write_text("{recipe: recipe.yaml, losses: {ce: {}}, shared: {lr_gamma: [1]}, k: [1]}")
     if command in ("calibrate", "evaluate", "export"):
         model = make_model(num_labels=2, k=1, id2label={0: "ash", 1: "elm"})
-        model.config.set_calibration({1: 0.5}, record={})
+        Calibration.store(model.config, {1: 0.5}, {})
         model.save_pretrained("model")
     arguments = {
         "calibrate": ["model", "trees"],
@@ -1870,7 +1871,7 @@ def is_plain(text):
 def test_labels_and_names_cannot_paint_the_terminal(case, make_model, tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     model = make_model(num_labels=2, k=1, id2label={0: EVIL[case], 1: "elm"})
-    model.config.set_calibration({1: 0.0}, record={})
+    Calibration.store(model.config, {1: 0.0}, {})
     model.save_pretrained("model")
     name = f"{EVIL[case]}.png"
     Image.new("RGB", (8, 8)).save(name, format="PNG")
@@ -1897,7 +1898,7 @@ def test_class_folders_cannot_paint_the_terminal(case, make_model, tmp_path, mon
     """`avgk evaluate` names a class that the model does not know."""
     monkeypatch.chdir(tmp_path)
     model = make_model(num_labels=2, k=1, id2label={0: "ash", 1: "elm"})
-    model.config.set_calibration({1: 0.5}, record={})
+    Calibration.store(model.config, {1: 0.5}, {})
     model.save_pretrained("model")
     folder = write_folder(tmp_path / "trees")
     (folder / "test" / "ash").rename(folder / "test" / EVIL[case])

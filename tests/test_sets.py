@@ -11,7 +11,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
 
-from avgk_hf.set_statistics import SetStatistics, class_means, curve_ks
 from avgk_hf.sets import (
     AverageKThreshold,
     all_scores,
@@ -34,6 +33,7 @@ from avgk_hf.sets import (
     stored_threshold,
     within_bounds,
 )
+from avgk_hf.statistics import SetStatistics, class_means, curve_ks
 
 
 def sorted_threshold(scores: np.ndarray, k: float) -> float:

@@ -9,6 +9,7 @@ import torch
 from transformers import EarlyStoppingCallback, TrainerCallback
 
 from avgk_hf import AvgKConfig, AvgKForImageClassification, AvgKTrainer, AvgKTrainingArguments, prepare
+from avgk_hf.calibration import Calibration
 from avgk_hf.sets import HEADS, average_k_threshold, head_scores, predict_sets
 
 
@@ -145,7 +146,7 @@ class Forgetter(TrainerCallback):
 
     def on_save(self, args, state, control, model, **kwargs):
         if state.global_step == state.max_steps:
-            model.config.clear_calibration()
+            Calibration.drop(model.config)
 
 
 def test_a_checkpoint_brings_back_its_whole_calibration(make_trainer, make_model):
@@ -273,9 +274,9 @@ def test_every_head_is_scored_in_the_same_pass(make_trainer, splits):
     for k, suffix in ((2, ""), (3, "@3")):
         for head, (accuracy, lambda_val) in head_accuracies(trainer.model, trainer.eval_dataset, k).items():
             assert metrics[f"eval_average_k_accuracy_{head}{suffix}"] == pytest.approx(accuracy)
-            assert config.head_thresholds[head][str(k)] == pytest.approx(lambda_val, rel=1e-5)
+            assert config.calibration["head_thresholds"][head][str(k)] == pytest.approx(lambda_val, rel=1e-5)
     assert metrics["eval_average_k_accuracy"] == metrics["eval_average_k_accuracy_ml"]
-    assert config.heads == {} and config.thresholds == config.head_thresholds["ml"]
+    assert config.heads == {} and config.thresholds == config.calibration["head_thresholds"]["ml"]
     test = trainer.evaluate(prepare(splits["test"], config), metric_key_prefix="test")
     assert {f"test_average_k_accuracy_{head}" for head in HEADS} <= set(test)
 
@@ -298,8 +299,11 @@ def test_what_a_calibration_stores(make_trainer, make_model, splits):
             "head": head,
             "curve": statistics.curve(),
         }
-        assert config.coverage == statistics.coverage([0.5, 0.9], True, 2) and config.coverage["k_reg"] == 2
-        assert set(config.head_thresholds) == (set(HEADS) if config.sccp_head else set())
+        assert (
+            Calibration.of(config).coverage == statistics.coverage([0.5, 0.9], True, 2)
+            and Calibration.of(config).coverage["k_reg"] == 2
+        )
+        assert set(config.calibration["head_thresholds"]) == (set(HEADS) if config.sccp_head else set())
         assert set(config.heads) == ({"1", "1.5", "2", "3"} if config.head == "auto" else set())
         for key, lambda_val in config.thresholds.items():
             answers = trainer._statistics[config.heads.get(key, head)]
@@ -328,7 +332,7 @@ def test_auto_keeps_the_best_head_of_each_k(make_trainer, make_model, splits, tm
         accuracies = head_accuracies(model, trainer.eval_dataset, k)
         best = max(accuracies.values())[0]
         assert accuracies[config.heads[key]][0] == pytest.approx(best)
-        assert config.thresholds[key] == config.head_thresholds[config.heads[key]][key]
+        assert config.thresholds[key] == config.calibration["head_thresholds"][config.heads[key]][key]
     assert metrics["eval_average_k_accuracy"] == max(metrics[f"eval_average_k_accuracy_{head}"] for head in HEADS)
     assert len(set(config.heads.values())) > 1, "one head is best for every K: this test shows little"
 

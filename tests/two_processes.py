@@ -14,6 +14,7 @@ from safetensors.torch import save_file
 from torch.nn.parallel import DistributedDataParallel
 
 from avgk_hf import AvgKForImageClassification, AvgKOutput, AvgKTrainer, AvgKTrainingArguments, prepare
+from avgk_hf.calibration import Calibration
 from avgk_hf.losses import LOSSES, make_loss
 from avgk_hf.losses.avgk import choose_among_all, choose_candidates
 from avgk_hf.processes import gather_list, rank, world_size
@@ -102,8 +103,8 @@ def evaluations(folder: Path, images: str) -> dict[str, dict]:
         }
         found[str(n)] = {
             "metrics": timeless,
-            "thresholds": model.config.head_thresholds,
-            "coverage": model.config.coverage,
+            "thresholds": model.config.calibration["head_thresholds"],
+            "coverage": Calibration.of(model.config).coverage,
             "curve": model.config.calibration["curve"],
             "sets": prediction.predictions,
             "labels": prediction.label_ids.tolist(),

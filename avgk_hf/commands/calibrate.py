@@ -23,6 +23,7 @@ def arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> None:
+    from ..calibration import Calibration
     from ..classifiers import load_classifier, save_classifier, write_thresholds
     from ..hub import push_folder
 
@@ -42,7 +43,7 @@ def run(args: argparse.Namespace) -> None:
     if args.plot:
         from ..plots import tradeoff_curve
 
-        tradeoff_curve({Path(args.model).resolve().name: model.config.calibration["curve"]}, args.plot)
+        tradeoff_curve({Path(args.model).resolve().name: Calibration.of(model.config).curve}, args.plot)
     if not args.json:
         print(f"thresholds written to {args.out or args.model}")
         _say_what_changed(before, _recorded(model.config), None if args.out else Path(args.model))
@@ -52,12 +53,12 @@ def run(args: argparse.Namespace) -> None:
 
 def _recorded(config: Any) -> dict[str, dict[str, Any]]:
     """What a config can be asked for."""
-    from ..conformal import describe
+    from ..calibration import Calibration
+    from ..conformal import describe_coverage
+    from ..sets import k_key
 
-    return {
-        "K": getattr(config, "thresholds", None) or {},
-        "coverage": describe(getattr(config, "coverage", None) or {}),
-    }
+    found = Calibration.of(config)
+    return {"K": dict.fromkeys(map(k_key, found.ks)), "coverage": describe_coverage(found.coverage)}
 
 
 def _say_what_changed(before: dict[str, dict], after: dict[str, dict], folder: Path | None) -> None:

@@ -29,15 +29,15 @@ def arguments(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> None:
     from huggingface_hub.utils import tqdm
 
+    from ..calibration import Calibration
     from ..classifiers import load_classifier, model_scores, transform_for
-    from ..conformal import answer, check_request
     from ..data import image_files
-    from ..sets import ranked_sets
+    from ..questions import Question
 
     names = ("k", "coverage", "cumulative", "lambda_val", "method", "per_class", "min_size", "max_size")
-    question = {name: getattr(args, name) for name in names}
+    question = Question(**{name: getattr(args, name) for name in names})
     model = load_classifier(args.model)
-    check_request(model.config, **question)
+    answer = Calibration.of(model.config).answer(question)
     transform = transform_for(model)
     paths = []
     for path in args.images:
@@ -55,7 +55,7 @@ def run(args: argparse.Namespace) -> None:
             print(f"left out: {printable(error)}", file=sys.stderr)
             continue
         scores = model_scores(model, pixels[None], args.k)  # (1, L)
-        classes = ranked_sets(scores, answer(scores, model.config, **question))[0]
+        classes = answer.classes(scores)[0]
         found = [{"label": model.config.id2label[j], "score": scores[0, j].item()} for j in classes]
         predictions.append({"image": path, "set": found})
     if args.json:

@@ -138,7 +138,9 @@ class ProcessorTransform(ImageTransform):
         self.kept = None
 
 
-def prepare(dataset: Dataset, config: Any, augmentation: str = "none", keep: bool = False) -> Dataset:
+def prepare(
+    dataset: Dataset, config: Any, augmentation: str = "none", keep: bool = False, labelled: bool = True
+) -> Dataset:
     """The dataset as the model takes it: images are opened, resized and normalised when they are read.
 
     A dataset that was prepared so with `keep` comes back as it is, with the tensors that it holds.
@@ -148,8 +150,9 @@ def prepare(dataset: Dataset, config: Any, augmentation: str = "none", keep: boo
         config: The model's config, or an `ImageTransform`.
         augmentation: For training, as in `ImageTransform`.
         keep: As in `ImageTransform`.
+        labelled: Whether there have to be labels.
     """
-    for column in ("image", "label"):
+    for column in ("image", "label") if labelled else ("image",):
         if column not in dataset.column_names:
             raise ValueError(f"the dataset has no column {column!r}, only {dataset.column_names}: use `load_splits`.")
     transform = config if isinstance(config, ImageTransform) else ImageTransform(config, augmentation, keep)

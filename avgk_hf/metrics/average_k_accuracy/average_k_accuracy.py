@@ -19,8 +19,8 @@ import pyarrow as pa
 import torch
 
 from avgk_hf.checks import is_number
-from avgk_hf.set_statistics import SetStatistics
 from avgk_hf.sets import SCORES, AverageKThreshold, check_k
+from avgk_hf.statistics import SetStatistics
 
 KINDS = ("scores", *SCORES)
 ROWS = 1024  # images scored and stored at a time: no second n x L matrix, and Arrow's 32-bit offsets do not overflow

@@ -1,10 +1,10 @@
-"""What is reported about the sets of labelled images, collected batch by batch: accuracies, sizes, coverages.
+"""What is reported about the sets of images, collected batch by batch: accuracies, sizes, coverages.
 
-Evaluation, calibration, metric and export count here, in one pass and O(K n) memory.
+Evaluation and metric count here, in one pass and O(K n) memory.
 """
 
 import math
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 import numpy as np
@@ -13,16 +13,18 @@ from torch import Tensor
 
 from .checks import is_number
 from .conformal import coverage_record
-from .sets import AverageKThreshold, _score_matrix, check_k, k_key, ranked_mass
+from .processes import add_up, gather, gather_parts, sum_over_processes, world_size
+from .questions import Answer
+from .sets import AverageKThreshold, check_k, k_key, ranked_mass, score_matrix
 
 SHOTS = {"few": (0, 20), "medium": (20, 101), "many": (101, math.inf)}  # training images of a class: [low, high)
 
 
 class SetStatistics:
-    """Everything that is reported about the sets of n labelled images, collected batch by batch in O(K n) memory.
+    """Everything that is reported about the sets of n images, collected batch by batch in O(K n) memory.
 
     Without `thresholds` it calibrates: lambda_val of every K comes from the images themselves, and the accuracies
-    from the same pass (validation). With `thresholds` it only evaluates (test).
+    from the same pass (validation). With `thresholds` it only evaluates (test); of images without labels, sizes only.
 
     Args:
         ks: Average set sizes.
@@ -30,7 +32,7 @@ class SetStatistics:
         thresholds: {K: lambda_val}, or None to calibrate.
         train_counts: Number of training images of each class, for the few / medium / many shot means.
         mass: Whether to keep of every image what the scores better than that of the true class sum to.
-        questions: {name: function from scores (b, L) to sets (b, L)}, whose sets are counted besides; see `answers`.
+        answers: {name: answer}, whose sets are counted besides; see `answered`.
 
     Example:
         >>> scores = torch.tensor([[0.9, 0.1, 0.0], [0.5, 0.4, 0.1]])
@@ -48,9 +50,9 @@ class SetStatistics:
         thresholds: Mapping[float, float] | None = None,
         train_counts: Iterable[int] | None = None,
         mass: bool = False,
-        questions: Mapping[str, Callable[[Tensor], Tensor]] | None = None,
+        answers: Mapping[str, Answer] | None = None,
     ) -> None:
-        self.mass, self.questions = mass, dict(questions or {})
+        self.mass, self.answers = mass, dict(answers or {})
         self.ks = [check_k(k) for k in ks]
         if thresholds is not None:
             for k in self.ks:
@@ -61,61 +63,93 @@ class SetStatistics:
         self.num_examples = num_examples
         self.num_seen = 0
         self.num_labels = 0
+        self.labelled = True
         # one row per image, allocated once: small tensors kept from every batch would scatter over the heap, and the
         # large ones between them could not be given back
         self._columns: dict[str, Tensor] = {}
 
-    def update(self, scores: Tensor, labels: Tensor, first: int | None = None) -> None:
+    def update(self, scores: Tensor, labels: Tensor | None = None, first: int | None = None) -> None:
         """Take in scores (b, L) and the true classes (b,) of b images.
 
         Args:
             scores: One row per image.
-            labels: True classes.
+            labels: True classes; None, for all images or for none, where they are not known.
             first: Position of the first of these images among the n; default: they follow those seen before.
         """
-        scores, labels = _labelled(scores, labels)
+        scores = score_matrix(scores).detach().float()
         if self.num_labels not in (0, scores.shape[1]):
             raise ValueError(f"scores for {scores.shape[1]} classes after scores for {self.num_labels}.")
-        self.num_labels = scores.shape[1]
+        if self.num_seen and self.labelled != (labels is not None):
+            raise ValueError("some images have labels and others none: leave out those without, or all labels.")
+        self.num_labels, self.labelled = scores.shape[1], labels is not None
+        new = {"best": scores.amax(1)}
+        if labels is not None:
+            new |= self._of_true_class(scores, checked_labels(scores, labels))
+        if self.stream is not None:
+            self.stream.update(scores)
+        elif new["best"].isnan().any():
+            last = self.num_seen + len(scores) - 1
+            raise ValueError(
+                f"NaN among the scores of images {self.num_seen} to {last}: NaN is in no set. Check the logits of the"
+                " model: a lower learning rate or float32 usually cures it."
+            )
+        else:
+            new |= {k_key(k): (scores >= self.thresholds[k]).sum(1) for k in self.ks}
+        first = self.num_seen if first is None else first
+        self.num_seen += len(scores)
+        if self.num_seen > self.num_examples or first + len(scores) > self.num_examples:
+            raise ValueError(f"more than the announced num_examples={self.num_examples} images were given.")
+        for name, column in self.columns(scores.device).items():
+            column[first : first + len(scores)] = new[name]
+
+    def _of_true_class(self, scores: Tensor, labels: Tensor) -> dict[str, Tensor]:
         own = scores.gather(1, labels[:, None])  # (b, 1)
         # ties are broken by class id, so that constant scores do not count as correct
         lower = torch.arange(scores.shape[1], device=scores.device) < labels[:, None]  # (b, L)
         ahead = (scores > own) | ((scores == own) & lower)
-        new = {"label": labels, "true": own[:, 0], "best": scores.amax(1), "rank": ahead.sum(1)}
+        new = {"label": labels, "true": own[:, 0], "rank": ahead.sum(1)}
         if self.mass:
             new["mass"] = ranked_mass(scores)[1].gather(1, new["rank"][:, None])[:, 0]
-        for name, sets_of in self.questions.items():
-            sets = sets_of(scores)  # (b, L)
-            new[f"{name} size"], new[f"{name} hit"] = sets.sum(1), sets.gather(1, labels[:, None])[:, 0].long()
-        if self.stream is not None:
-            self.stream.update(scores)
-        elif new["best"].isnan().any():
-            raise ValueError(
-                f"NaN among the scores of images {self.num_seen} to {self.num_seen + len(labels) - 1}: NaN is in no"
-                " set. Check the logits of the model: a lower learning rate or float32 usually cures it."
-            )
-        else:
-            new.update({k_key(k): (scores >= self.thresholds[k]).sum(1) for k in self.ks})
-        first = self.num_seen if first is None else first
-        self.num_seen += len(labels)
-        if self.num_seen > self.num_examples or first + len(labels) > self.num_examples:
-            raise ValueError(f"more than the announced num_examples={self.num_examples} images were given.")
-        for name, column in self.columns(scores.device).items():
-            column[first : first + len(labels)] = new[name]
+        for name, answer in self.answers.items():
+            sets = answer.sets(scores)  # (b, L)
+            new |= {f"{name} size": sets.sum(1), f"{name} hit": sets.gather(1, labels[:, None])[:, 0].long()}
+        return new
 
     def columns(self, device: torch.device | str = "cpu") -> dict[str, Tensor]:
         """What is kept of every image, (n,) each; 0 for images that were not seen."""
         if not self._columns:
-            types = {"label": torch.int64, "true": torch.float32, "best": torch.float32, "rank": torch.int64}
+            types = {"best": torch.float32}
+            if self.labelled:
+                types |= {"label": torch.int64, "true": torch.float32, "rank": torch.int64}
+                types |= {f"{name} {what}": torch.int64 for name in self.answers for what in ("size", "hit")}
+                if self.mass:
+                    types["mass"] = torch.float32 if torch.device(device).type == "mps" else torch.float64
             if self.stream is None:
                 types |= {k_key(k): torch.int64 for k in self.ks}  # set sizes
-            if self.mass:
-                types["mass"] = torch.float32 if torch.device(device).type == "mps" else torch.float64
-            types |= {f"{name} {what}": torch.int64 for name in self.questions for what in ("size", "hit")}
             self._columns = {
                 name: torch.zeros(self.num_examples, dtype=dtype, device=device) for name, dtype in types.items()
             }
         return self._columns
+
+    def merge_processes(self, device: torch.device | str) -> None:
+        """Give every process the statistics over the images of all processes.
+
+        The rows of an image are filled by one process and 0 elsewhere, so that their sum is exact. Of the scores, only
+        those travel that the thresholds can need, one process at a time: O(K n) memory.
+
+        Args:
+            device: Where the backend expects tensors.
+        """
+        if world_size() == 1:
+            return
+        add_up(list(self.columns(device).values()))
+        if self.stream is not None:
+            merged = AverageKThreshold(self.ks, self.num_examples)
+            for survivors, facts in gather_parts(self.stream.survivors(device), self.stream.facts()):
+                merged.merge(survivors, *facts)
+            self.stream = merged
+        self.num_seen = int(sum_over_processes(self.num_seen, device))
+        self.num_labels = int(gather(torch.tensor(self.num_labels, device=device)).max())
 
     def column(self, name: str) -> np.ndarray:
         """One of `columns`, (n,), for the images seen."""
@@ -132,20 +166,21 @@ class SetStatistics:
             raise ValueError("set sizes per image are known only with given thresholds: evaluate after calibrating.")
         return self.column(k_key(k))
 
-    def answers(self) -> dict[str, dict[str, float]]:
-        """For every question: `coverage`, the share of the sets with the true class, and `size`, their mean size.
+    def answered(self) -> dict[str, dict[str, float]]:
+        """Of every answer: `coverage`, the share of the sets with the true class, and `size`, their mean size.
 
         `worst_class` is the coverage of the class that is covered least, `mean_class` the mean over the classes.
 
         Example:
-            >>> stats = SetStatistics([1], 2, {1: 0.5}, questions={"best": lambda p: p == p.amax(1)[:, None]})
+            >>> best = Answer("ml", inside=lambda scores, *_: scores == scores.max())
+            >>> stats = SetStatistics([1], 2, {1: 0.5}, answers={"best": best})
             >>> stats.update(torch.tensor([[0.9, 0.1], [0.6, 0.4]]), torch.tensor([0, 1]))
-            >>> stats.answers()
+            >>> stats.answered()
             {'best': {'coverage': 0.5, 'size': 1.0, 'worst_class': 0.0, 'mean_class': 0.5}}
         """
         seen = np.bincount(self.labels, minlength=self.num_labels)
         found = {}
-        for name in self.questions:
+        for name in self.answers:
             hit = self.column(f"{name} hit")
             by_class = np.bincount(self.labels, weights=hit, minlength=self.num_labels)[seen > 0] / seen[seen > 0]
             found[name] = {
@@ -159,7 +194,7 @@ class SetStatistics:
     def coverage_metrics(self) -> dict[str, float]:
         """Of questions by coverage: `coverage_<question>`, `_size`, and per class `_worst_class` and `_mean_class`."""
         metrics = {}
-        for name, found in self.answers().items():
+        for name, found in self.answered().items():
             metrics |= {f"coverage_{name}": found["coverage"], f"coverage_{name}_size": found["size"]}
             if name.startswith("per_class"):
                 metrics |= {f"coverage_{name}_{part}": found[part] for part in ("worst_class", "mean_class")}
@@ -171,7 +206,7 @@ class SetStatistics:
         Args:
             levels: Coverage levels.
             per_class: Whether to record the thresholds of each class too.
-            k: The model's own average set size; RAPS has no penalty for as many classes.
+            k: The model's own average set size.
         """
         return coverage_record(
             self.column("true"),
@@ -180,7 +215,7 @@ class SetStatistics:
             self.column("rank"),
             self.labels if per_class else None,
             self.num_labels,
-            k_reg=round(k),
+            k=k,
         )
 
     def curve(self) -> list[list[float]]:
@@ -201,25 +236,26 @@ class SetStatistics:
         """For every K: lambda_val, the accuracies, and the sizes of the sets."""
         if not self.num_seen:
             raise ValueError("no images were evaluated; is the dataset empty?")
-        thresholds = self.stream.compute() if self.stream is not None else self.thresholds
-        calibrated_sizes = self.stream.mean_set_sizes() if self.stream is not None else None
-        labels, true_scores = self.labels, self.column("true")
-        best_scores, ranks = self.column("best"), self.column("rank")
-        results = {}
-        for k in self.ks:
-            lambda_val = thresholds[k]
-            correct = true_scores >= np.float32(lambda_val)
-            size = calibrated_sizes[k] if calibrated_sizes is not None else float(self.set_sizes(k).mean())
-            results[k] = {
-                "average_k_accuracy": float(correct.mean()),
-                "lambda_val": lambda_val,
-                "mean_set_size": size,
-                "empty_sets": float((best_scores < np.float32(lambda_val)).mean()),
-                "top1_accuracy": float((ranks < 1).mean()),
-                "topk_accuracy": float((ranks < int(k)).mean()),  # fractional K: a top-K set may not exceed K
-                **class_means(correct, labels, self.num_labels, self.train_counts),
-            }
+        if self.stream is not None:
+            points = self.stream.points(self.ks)
+        else:
+            points = {k: (self.thresholds[k], float(self.set_sizes(k).mean())) for k in self.ks}
+        best_scores, results = self.column("best"), {}
+        for k, (lambda_val, size) in points.items():
+            empty = float((best_scores < np.float32(lambda_val)).mean())
+            results[k] = {"lambda_val": lambda_val, "mean_set_size": size, "empty_sets": empty}
+            if self.labelled:
+                results[k] = {**self._accuracies(k, lambda_val), **results[k]}
         return results
+
+    def _accuracies(self, k: float, lambda_val: float) -> dict[str, float]:
+        correct, ranks = self.column("true") >= np.float32(lambda_val), self.column("rank")
+        return {
+            "average_k_accuracy": float(correct.mean()),
+            "top1_accuracy": float((ranks < 1).mean()),
+            "topk_accuracy": float((ranks < int(k)).mean()),  # fractional K: a top-K set may not exceed K
+            **class_means(correct, self.labels, self.num_labels, self.train_counts),
+        }
 
 
 def curve_ks(largest: float) -> list[float]:
@@ -243,9 +279,9 @@ def _check_lambda(lambda_val: Any, k: float) -> None:
         )
 
 
-def _labelled(scores: Any, labels: Any) -> tuple[Tensor, Tensor]:
-    """Float32 scores (b, L) and int64 labels (b,), each in [0, L); anything else is refused."""
-    scores, labels = _score_matrix(scores).detach().float(), torch.as_tensor(labels).detach()
+def checked_labels(scores: Tensor, labels: Any) -> Tensor:
+    """Int64 labels (b,) for scores (b, L), each in [0, L); anything else is refused."""
+    labels = torch.as_tensor(labels).detach()
     batch, num_labels = scores.shape
     if labels.shape != (batch,) or labels.dtype.is_floating_point or labels.dtype in (torch.bool, torch.complex64):
         raise ValueError(
@@ -258,7 +294,7 @@ def _labelled(scores: Any, labels: Any) -> tuple[Tensor, Tensor]:
             f"label {labels[outside][0].item()} lies outside [0, {num_labels}), the classes of the scores: leave out"
             " images without a label, or check the label column."
         )
-    return scores, labels.long()
+    return labels.long()
 
 
 def class_means(
