@@ -78,17 +78,18 @@ def hyperparameters(config: AvgKConfig, args: Any) -> dict[str, Any]:
     }
 
 
-def _calibrated(config: Any) -> dict[str, Any]:
+def _calibrated(config: Any, metrics: dict[str, float]) -> dict[str, Any]:
     """What the card says about a model's calibration: all that it reads of one."""
-    record, head = calibration_record(config), calibration_record(config).get("head")
+    record = calibration_record(config)
+    head = record.get("head") if getattr(config, "head", "ml") == "auto" else None
     source = ("num_examples", "dataset", "split", "date", "step")
     return {
         "k": k_key(own_k(config)),
         "ks": sorted(config.thresholds, key=float),
         "calibration": {name: as_markdown(record[name]) for name in source if record.get(name)},
         "curve": record.get("curve") or [],
-        "curve_head": head if getattr(config, "head", "ml") == "auto" and head in HEADS else None,
-        "levels": describe(getattr(config, "coverage", None) or {}),
+        "curve_head": head if head in HEADS else None,
+        "levels": _levels(describe(getattr(config, "coverage", None) or {}), metrics),
     }
 
 
@@ -113,9 +114,9 @@ def render_card(
         calibrated_only: Whether the model was trained elsewhere, and only its thresholds come from here.
     """
     split = "test" if "test" in results else "validation"
-    metrics, calibrated, name = results.get(split, {}), _calibrated(config), repo.split("/")[-1]
+    metrics, name, total = results.get(split, {}), repo.split("/")[-1], sum(set_sizes or [])
+    calibrated = _calibrated(config, metrics)
     by_k = _by_k(metrics, calibrated["ks"], calibrated["k"])
-    total = sum(set_sizes or [])
     card_data = ModelCardData(
         library_name="transformers",
         pipeline_tag="image-classification",
@@ -139,7 +140,7 @@ def render_card(
         method=CALIBRATED if calibrated_only else LOSSES[config.objective].sentence,
         dataset=dataset or "not stated",
         hyperparameters=hyperparameters,
-        **{**calibrated, "levels": _levels(calibrated["levels"], metrics)},
+        **calibrated,
     )
 
 

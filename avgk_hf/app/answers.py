@@ -10,10 +10,10 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from itertools import islice
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
-from jinja2 import Environment, FileSystemLoader
+from jinja2 import Environment, FileSystemLoader, select_autoescape
 from torch import Tensor
 from transformers import PreTrainedModel
 
@@ -27,7 +27,7 @@ from ..sets import calibration_record, k_key, own_k, ranked_sets, stored_head, s
 logger = logging.getLogger(__name__)
 
 TEMPLATES = Path(__file__).parent / "templates"
-HTML = Environment(loader=FileSystemLoader(TEMPLATES), autoescape=True, trim_blocks=True)
+PARTS = Environment(loader=FileSystemLoader(TEMPLATES), autoescape=select_autoescape(["html"]), trim_blocks=True)
 ROWS = 200  # classes of a set that are shown; thousands would be megabytes for every step of the slider
 RUNNERS_UP = 3  # classes below the threshold that are shown
 NAMES = 6  # class names in one row of the growth table
@@ -35,13 +35,13 @@ EXAMPLES, LOOKED_AT = 8, 64  # example images shown, and those they are chosen f
 
 
 def render(template: str, **values: Any) -> str:
-    """A part of the page as HTML, in which the values are text."""
-    return HTML.get_template(f"{template}.html").render(values).strip()
+    """A part of the page, or a file of a Space; in HTML the values are text."""
+    return PARTS.get_template(template).render(values).strip()
 
 
 def message(text: str, role: str) -> str:
     """A sentence in the place of an answer."""
-    return render("message", text=text, role=role)
+    return render("message.html", text=text, role=role)
 
 
 def count(number: int) -> str:
@@ -52,14 +52,6 @@ def count(number: int) -> str:
 def question_text(k: float = 0, coverage: float | None = None) -> str:
     """A question as the page spells it: `3`, or `90%`."""
     return k_key(k) if coverage is None else f"{100 * coverage:g}%"
-
-
-class ImageSet(NamedTuple):
-    """The set of one image: classes, best first, the scores (L,) of the head that answers, and the threshold."""
-
-    classes: list[int]
-    scores: Tensor
-    lambda_val: float
 
 
 class Answers:
@@ -81,16 +73,16 @@ class Answers:
         """The scores (1, L) of an image (C, H, W), of every head that answers for some K."""
         return {head: model_scores(self.model, pixels[None], k) for head, k in self.heads.items()}
 
-    def image_set(self, scores: dict[str, Tensor], **question: float) -> ImageSet:
-        """The set of one image, at least one class as in the pipeline.
+    def image_set(self, scores: dict[str, Tensor], **question: float) -> tuple[list[int], Tensor, float]:
+        """The set of one image: its classes, best first, the scores (L,) of the head that answers, the threshold.
 
         Args:
             scores: As `scores` gives them.
             question: `k` or `coverage`; default: the model's own K.
         """
         own = scores[stored_head(self.config, question.get("k"))]
-        classes = ranked_sets(own, answer(own, self.config, min_size=1, **question))[0]
-        return ImageSet(classes, own[0], check_request(self.config, **question)[1])
+        classes = ranked_sets(own, answer(own, self.config, min_size=1, **question))[0]  # as in the pipeline
+        return classes, own[0], check_request(self.config, **question)[1]
 
     def html(self, scores: dict[str, Tensor], **question: float) -> tuple[str, str]:
         """The set of one image as a table, and how it grows; the arguments are those of `image_set`."""
@@ -115,7 +107,7 @@ class Answers:
 
         name = question_text(**question)
         return render(
-            "set",
+            "set.html",
             number=count(len(classes)),
             asked=f"K = {name}" if "k" in question else f"{name} coverage",
             shown=map(row, shown),
@@ -132,7 +124,7 @@ class Answers:
         known = self.levels if asked == "coverage" else self.ks
         steps, before = [], set()
         for step in sorted({*known, value}):  # smallest sets first
-            classes = self.image_set(scores, **{asked: step}).classes
+            classes = self.image_set(scores, **{asked: step})[0]
             joined = [j for j in classes if j not in before]
             names = [self.config.id2label[j] for j in joined[:NAMES]]
             if len(joined) > NAMES:
@@ -140,7 +132,7 @@ class Answers:
             name, left = question_text(**{asked: step}), not before.issubset(classes)
             steps.append({"name": name, "now": step == value, "size": len(classes), "names": names, "left": left})
             before = set(classes)
-        return render("growth", asked="K" if asked == "k" else asked, steps=steps)
+        return render("growth.html", asked="K" if asked == "k" else asked, steps=steps)
 
 
 def example_images(answers: Answers, folder: str | Path | None) -> list[tuple[Path, int]]:

@@ -91,7 +91,8 @@ class Guard:
         elif path == UPLOAD and self.uploading >= AT_ONCE:
             refusal = 503, "Others are uploading; try again."
         else:
-            self._make_room(path)
+            if path == UPLOAD:
+                self._make_room()
             self.uploading += path == UPLOAD
             try:
                 return await self.app(scope, _bounded(receive, most), send)
@@ -104,10 +105,8 @@ class Guard:
             return is_served(self.page, path.removeprefix(FILE))
         return path in ADDRESSES or path.startswith(FOLDERS)
 
-    def _make_room(self, path: str) -> None:
-        """Before an upload, remove the oldest, finished or broken off, so that at most `MOST_FILES` are kept."""
-        if path != UPLOAD:
-            return
+    def _make_room(self) -> None:
+        """Remove the oldest uploads, finished or broken off, so that no more than `MOST_FILES` are kept."""
         examples = {Path(path).parent for path in _examples(self.page)}
         uploads = sorted((path for path in self.folder.iterdir() if path not in examples), key=_written)
         for path in uploads[: max(0, len(uploads) + 1 - MOST_FILES)]:

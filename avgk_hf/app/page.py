@@ -1,13 +1,12 @@
-"""The page of `avgk app` as a Gradio app.
+"""The page of `avgk app MODEL` as a Gradio app, which needs nothing from other machines.
 
-    avgk app MODEL
-
-What one visitor does stays in his session: the scores of the image live in a `gr.State`. The page needs nothing from
-other machines; a model of the Hub does, to be loaded. What it refuses to visitors is in `guard`.
+What one visitor does stays in his session: the scores of the image live in a `gr.State`. What is refused to visitors
+is in `guard`.
 """
 
 import atexit
 import functools
+import math
 import os
 import shutil
 import socket
@@ -29,10 +28,12 @@ from .guard import LOOPBACK, MOST_UPLOADED, Guard, forget_upload, is_local, is_s
 
 MOST_PIXELS = 25_000_000  # of an image; decoding one takes up to 16 bytes for each
 WAITING, SESSIONS = 64, 1000  # events in the queue, and visitors whose scores are kept
-BY_SIZE, BY_COVERAGE = "average size", "coverage"
+ASK_BY = BY_SIZE, BY_COVERAGE = "average size", "coverage"
 HINT = "Drop an image, or choose one of the examples."
 GONE = "The server has no such image, or not any more; drop it again."
 EXAMPLES = "Examples, from clear to hopeless"
+# the last of several quick changes must not be dropped because the one before it is still being answered
+QUIET = {"show_progress": "hidden", "api_visibility": "private", "trigger_mode": "always_last"}
 
 
 @functools.cache
@@ -84,6 +85,10 @@ class _Events:
         except (ValueError, OSError) as error:
             return str(error).replace(path, Path(path).name)  # where the server keeps it is nobody's business
 
+    def ask_by(self, by: str) -> list[dict[str, Any]]:
+        """Which control is seen."""
+        return [gr.update(visible=by == each) for each in ASK_BY]
+
     def show(
         self, found: dict[str, Tensor] | str | None, ask: str, k: float, coverage: float | None
     ) -> tuple[str, str]:
@@ -97,7 +102,6 @@ class _Events:
 
 def _image(events: _Events) -> gr.Image:
     """Where an image is dropped."""
-    small = getattr(events.answers.transform, "mode", "") == "L"
     image = gr.Image(
         type="filepath",
         image_mode=None,
@@ -106,7 +110,7 @@ def _image(events: _Events) -> gr.Image:
         height=260,
         buttons=[],
         elem_id="avgk-image",
-        elem_classes=["small"] if small else [],
+        elem_classes=["small"] if events.answers.transform.mode == "L" else [],
     )
     # Gradio would open the file, and answer a broken one with words of its own; before that it would fetch what a
     # path names, be it an address on the web
@@ -122,14 +126,11 @@ def _size(answers: Answers) -> tuple[gr.Slider | gr.State, gr.Slider | gr.HTML]:
         only = f"K = {k_key(k)} classes on average: the model is calibrated for no other."
         return gr.State(k), gr.HTML(message(only, "note"), elem_id="avgk-k")
 
-    def meets_all(step: float) -> bool:
-        return all(abs((other - ks[0]) / step - round((other - ks[0]) / step)) < 1e-6 for other in (*ks, k))
-
     slider = gr.Slider(
         ks[0],
         ks[-1],
         k,
-        step=next(filter(meets_all, (1, 0.5, 0.25, 0.1, 0.05)), 0.01),  # K in between is interpolated
+        step=math.gcd(100, *(round(100 * (other - ks[0])) for other in (*ks, k))) / 100,  # meets every recorded K
         label="K, classes on average",
         info=f"calibrated for K = {', '.join(map(k_key, ks))}",
         interactive=True,
@@ -139,10 +140,10 @@ def _size(answers: Answers) -> tuple[gr.Slider | gr.State, gr.Slider | gr.HTML]:
     return slider, slider
 
 
-def _gallery(examples: Sequence[tuple[Path, int]], k: float) -> gr.Gallery:
-    """The examples with the sizes of their sets."""
-    gr.HTML(render("examples", title=EXAMPLES, k=k_key(k)))
-    return gr.Gallery(
+def _show_examples(examples: Sequence[tuple[Path, int]], k: float, image: gr.Image) -> None:
+    """The examples with the sizes of their sets; the one that is chosen becomes the image."""
+    gr.HTML(render("examples.html", title=EXAMPLES, k=k_key(k)))
+    gallery = gr.Gallery(
         [(str(path), count(size)) for path, size in examples],
         label=EXAMPLES,
         show_label=False,
@@ -153,6 +154,11 @@ def _gallery(examples: Sequence[tuple[Path, int]], k: float) -> gr.Gallery:
         buttons=[],
         elem_id="avgk-examples",
     )
+
+    def choose(chosen: gr.SelectData) -> str:
+        return gallery.value[chosen.index]["image"]["path"]  # the copy that is served
+
+    gallery.select(choose, None, image, **QUIET)
 
 
 def build_page(answers: Answers, name: str, examples: Sequence[tuple[Path, int]] = ()) -> gr.Blocks:
@@ -165,17 +171,13 @@ def build_page(answers: Answers, name: str, examples: Sequence[tuple[Path, int]]
     """
     upload_folder()  # asked for by every component
     levels = [(question_text(coverage=level), level) for level in answers.levels]
-    # the last of several quick changes must not be dropped because the one before it is still being answered
-    quiet = {"show_progress": "hidden", "api_visibility": "private", "trigger_mode": "always_last"}
     with gr.Blocks(title=f"{name}: sets of classes", analytics_enabled=False, delete_cache=(600, 3600)) as page:
         events = _Events(answers, page)
-        gr.HTML(render("heading", name=name, num_labels=answers.config.num_labels, source=answers.source))
+        gr.HTML(render("heading.html", name=name, num_labels=answers.config.num_labels, source=answers.source))
         with gr.Row():
             with gr.Column(scale=4, min_width=300):
                 image = _image(events)
-                ask = gr.Radio(
-                    [BY_SIZE, BY_COVERAGE], value=BY_SIZE, label="Ask by", visible=bool(levels), elem_id="avgk-ask"
-                )
+                ask = gr.Radio(ASK_BY, value=BY_SIZE, label="Ask by", visible=bool(levels), elem_id="avgk-ask")
                 size, by_size = _size(answers)
                 coverage = gr.Radio(
                     levels,
@@ -184,27 +186,18 @@ def build_page(answers: Answers, name: str, examples: Sequence[tuple[Path, int]]
                     visible=False,
                     elem_id="avgk-coverage",
                 )
-                gallery = _gallery(examples, answers.k) if examples else None
+                if examples:
+                    _show_examples(examples, answers.k, image)
             with gr.Column(scale=6, min_width=360):
                 predicted = gr.HTML(message(HINT, "status"), elem_id="avgk-set", container=True, padding=True)
                 growth = gr.HTML("", elem_id="avgk-growth", container=True, padding=True)
         found = gr.State(None)
-        shown = {"fn": events.show, "inputs": [found, ask, size, coverage], "outputs": [predicted, growth], **quiet}
-        image.change(events.read, image, found, concurrency_limit=1, **quiet).then(**shown)
+        shown = {"fn": events.show, "inputs": [found, ask, size, coverage], "outputs": [predicted, growth], **QUIET}
+        image.change(events.read, image, found, concurrency_limit=1, **QUIET).then(**shown)
         page.unload(events.closed)
         for control in (size, coverage):
             control.change(**shown)
-
-        def asked_by(by: str) -> tuple[dict, dict]:
-            return gr.update(visible=by == BY_SIZE), gr.update(visible=by == BY_COVERAGE)
-
-        ask.change(asked_by, ask, [by_size, coverage], **quiet).then(**shown)
-
-        def choose(chosen: gr.SelectData) -> str:
-            return gallery.value[chosen.index]["image"]["path"]  # the copy that is served
-
-        if gallery is not None:
-            gallery.select(choose, None, image, **quiet)
+        ask.change(events.ask_by, ask, [by_size, coverage], **QUIET).then(**shown)
     return page
 
 
