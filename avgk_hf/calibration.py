@@ -266,7 +266,8 @@ class Calibration:
         def inside(scores: Any, before: Any, position: Any) -> Any:
             return method.nonconformity(scores, before, position, record) <= most
 
-        return Answer(head, inside, most if method.sums else None, **bounds)
+        lambda_val = None if method.sums else found[level]
+        return Answer(head, inside, most if method.sums else None, **bounds, lambda_val=lambda_val)
 
     def _check_sums(self, asked: str, remedy: str) -> None:
         if self.score != "softmax":

@@ -22,8 +22,7 @@ from .calibration import FIELDS, Calibration, load_details, save_details
 from .checks import check_nesting, read_json
 from .configuration import AvgKConfig, check_dtype, check_labels, readable_json
 from .data.transforms import ImageTransform, ProcessorTransform
-from .files import new_file, replacing, write_text
-from .model_card import render_card
+from .files import write_text
 from .modeling import AvgKForImageClassification, check_folder, refuse_adapter
 from .pipeline import check_processor
 from .sets import score
@@ -132,21 +131,6 @@ def model_scores(model: PreTrainedModel, pixel_values: Tensor, k: float | None =
         return model.scores(pixel_values, k)
     with torch.no_grad():
         return score(forward(model.eval(), pixel_values).logits, Calibration.of(model.config).score)
-
-
-def save_classifier(model: PreTrainedModel, folder: str | Path, metrics: dict[str, float]) -> None:
-    """Save a calibrated classifier of any class with its image processor and a card."""
-    folder = Path(folder)
-    with replacing(folder) as new:
-        if not isinstance(model, AvgKForImageClassification):
-            image_processor(model).save_pretrained(new)
-        model.save_pretrained(new)
-        save_details(model.config, new)
-        write_config(model.config, new / "config.json")
-    dataset = Calibration.of(model.config).source.get("dataset")
-    card = render_card(folder.name, model.config, {"validation": metrics}, {}, dataset, calibrated_only=True)
-    with new_file(folder / "README.md") as new:
-        card.save(new)
 
 
 def write_thresholds(model: PreTrainedModel, folder: str | Path) -> None:

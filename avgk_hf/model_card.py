@@ -9,15 +9,26 @@ from typing import Any
 from huggingface_hub import EvalResult, ModelCard, ModelCardData
 from transformers import TrainerCallback
 
-from .configuration import AvgKConfig, read_json
-from .conformal import describe
+from .calibration import Calibration
+from .checks import read_json
+from .configuration import AvgKConfig
+from .conformal import METHODS, describe, question_name
 from .losses import LOSSES
 from .modeling import check_folder
 from .sets import HEADS, k_key
 
 TEMPLATE = Path(__file__).with_name("model_card_template.md")
-SHOWN = ("num_examples", "dataset", "split", "date", "step")  # of a calibration's record
 CALIBRATED = "This model was not trained for sets: a classifier that existed already was calibrated with avgk_hf."
+# what is shown for each K: the metric, its heading, how it is written, and what the Hub's model-index calls it
+COLUMNS = (
+    ("average_k_accuracy", "average-K accuracy", "{:.2%}", "average-{} accuracy"),
+    ("mean_set_size", "mean set size", "{:.2f}", "mean set size for K = {}"),
+    ("empty_sets", "empty sets", "{:.2%}", None),
+    ("few_shot_accuracy", "few shot", "{:.2%}", None),
+    ("medium_shot_accuracy", "medium shot", "{:.2%}", None),
+    ("many_shot_accuracy", "many shot", "{:.2%}", None),
+    ("lambda_val", "lambda_val", "{:.6f}", None),
+)
 
 
 class CardCallback(TrainerCallback):
@@ -33,19 +44,15 @@ class CardCallback(TrainerCallback):
             if "eval_average_k_accuracy" in entry:
                 self._validation[entry["step"]] = plain_metrics(entry, "eval_")
 
-    def on_evaluate(
-        self, args: Any, state: Any, control: Any, metrics: dict[str, float] | None = None, **kwargs: Any
-    ) -> None:
+    def on_evaluate(self, args: Any, state: Any, control: Any, metrics: dict[str, float], **kwargs: Any) -> None:
         """Keep the metrics of one evaluation."""
         prefix = next(name for name in metrics if name.endswith("_average_k_accuracy")).split("_")[0]
-        if prefix == "eval":
-            self._validation[state.global_step] = plain_metrics(metrics, "eval_")
-        else:
-            self._others[prefix] = plain_metrics(metrics, f"{prefix}_")
+        place, key = (self._validation, state.global_step) if prefix == "eval" else (self._others, prefix)
+        place[key] = plain_metrics(metrics, f"{prefix}_")
 
     def results(self, config: AvgKConfig) -> dict[str, dict[str, float]]:
         """Metrics by split; on validation those of the weights that the thresholds belong to."""
-        step = (config.calibration or {}).get("step")
+        step = Calibration.of(config).source.get("step")
         validation = {"validation": self._validation[step]} if step in self._validation else {}
         return {**validation, **self._others}
 
@@ -73,6 +80,20 @@ def hyperparameters(config: AvgKConfig, args: Any) -> dict[str, Any]:
     }
 
 
+def _calibrated(config: Any, metrics: dict[str, float]) -> dict[str, Any]:
+    """What the card says about a model's calibration: all that it reads of one."""
+    calibration, source = Calibration.of(config), ("num_examples", "dataset", "split", "date", "step")
+    record = calibration.source
+    return {
+        "k": k_key(calibration.k),
+        "ks": list(map(k_key, calibration.ks)),
+        "calibration": {name: as_markdown(record[name]) for name in source if record.get(name)},
+        "curve": calibration.curve,
+        "curve_head": calibration.source_head if getattr(config, "head", "ml") == "auto" else None,
+        "levels": _levels(describe_coverage(calibration.coverage), metrics),
+    }
+
+
 def render_card(
     repo: str,
     config: AvgKConfig,
@@ -93,46 +114,78 @@ def render_card(
         set_sizes: How many test images got a set of 0, 1, 2, ... classes.
         calibrated_only: Whether the model was trained elsewhere, and only its thresholds come from here.
     """
-    own_k = k_key(config.k) if hasattr(config, "k") else min(config.thresholds, key=float)
     split = "test" if "test" in results else "validation"
-    metrics = results.get(split, {})
-    ks = sorted(config.thresholds, key=float)
-    suffixes = {k: f"@{k}" if f"mean_set_size@{k}" in metrics or k != own_k else "" for k in ks}
-    # a K that was calibrated after the evaluation has no results
-    rows = [_row(k, suffix, metrics) for k, suffix in suffixes.items() if f"mean_set_size{suffix}" in metrics]
-    record = config.calibration or {}
-    head = record.get("head")
-    total = sum(set_sizes or [])
-    shares = [(size, f"{100 * count / total:.1f}%") for size, count in enumerate(set_sizes or []) if count]
+    metrics, name, total = results.get(split, {}), repo.split("/")[-1], sum(set_sizes or [])
+    calibrated = _calibrated(config, metrics)
+    by_k = _by_k(metrics, calibrated["ks"], calibrated["k"])
     card_data = ModelCardData(
         library_name="transformers",
         pipeline_tag="image-classification",
         tags=["avgk_hf", "timm", "average-k", "set-valued-classification"],
-        model_name=repo.split("/")[-1],
-        eval_results=_eval_results(config, metrics, split, dataset) or None,
+        model_name=name,
+        eval_results=_eval_results(by_k, metrics, split, dataset or "unknown") or None,
     )
     return ModelCard.from_template(
         card_data,
         template_path=str(TEMPLATE),
-        model_name=as_markdown(repo.split("/")[-1]),
+        text=as_markdown,
+        model_name=name,
         repo=json.dumps(repo, ensure_ascii=not repo.isprintable()),
         shell_repo=shlex.quote(repo) if repo.isprintable() and "`" not in repo else "MODEL",
-        k=as_markdown(own_k),
-        ks=as_markdown(", ".join(ks)),
         num_labels=config.num_labels,
         results_split=split,
-        rows=rows,
-        sizes=shares[:20],
-        top1=_percent(metrics["top1_accuracy"]) if metrics else "",
-        calibration={name: as_markdown(record[name]) for name in SHOWN if record.get(name)},
+        columns=COLUMNS,
+        by_k=by_k,
+        metrics=metrics,
+        sizes=[(size, f"{count / total:.1%}") for size, count in enumerate(set_sizes or []) if count][:20],
         method=CALIBRATED if calibrated_only else LOSSES[config.objective].sentence,
-        dataset=as_markdown(dataset or "not stated"),
-        hyperparameters={as_markdown(name): as_markdown(value) for name, value in hyperparameters.items()},
-        curve=_curve(record.get("curve")),
-        curve_head=head if getattr(config, "head", "ml") == "auto" and head in HEADS else None,
-        levels=_levels(getattr(config, "coverage", None) or {}, metrics),
-        measured=any(name.startswith("coverage_") for name in metrics),
+        dataset=dataset or "not stated",
+        hyperparameters=hyperparameters,
+        **calibrated,
     )
+
+
+def _by_k(metrics: dict[str, float], ks: list[str], own: str) -> dict[str, dict[str, float]]:
+    """{K: metrics} of every K that was evaluated; the model's own may stand without its name behind it."""
+    found = {}
+    for k in ks:
+        suffix = "" if k == own and f"mean_set_size@{k}" not in metrics else f"@{k}"
+        if f"mean_set_size{suffix}" in metrics:
+            found[k] = {name: metrics[name + suffix] for name, *_ in COLUMNS if name + suffix in metrics}
+    return found
+
+
+def _eval_results(
+    by_k: dict[str, dict[str, float]], metrics: dict[str, float], split: str, dataset: str
+) -> list[EvalResult]:
+    """The results as the Hub's model-index takes them: accuracy and size for every K, and top-1."""
+    named = [(name, called.format(k), found) for k, found in by_k.items() for name, *_, called in COLUMNS if called]
+    return [
+        EvalResult(
+            task_type="image-classification",
+            dataset_type=dataset,
+            dataset_name=dataset,
+            dataset_split=split,
+            metric_type=metric,
+            metric_name=name,
+            metric_value=round(found[metric], 4),
+        )
+        for metric, name, found in [*named, ("top1_accuracy", "top-1 accuracy", metrics)]
+        if metric in found
+    ]
+
+
+def _levels(levels: dict[str, str], metrics: dict[str, float]) -> list[dict[str, str]]:
+    """The coverage levels that can be asked for, and what was reached, by whichever methods were measured."""
+    rows = []
+    for level, methods in levels.items():
+        names = {method: f"coverage_{question_name(float(level), method)}" for method in METHODS}
+        names["per class"] = f"coverage_{question_name(float(level), per_class=True)}"
+        found = {how: name for how, name in names.items() if name in metrics}
+        reached = ", ".join(f"{metrics[name]:.2%} ({how})" for how, name in found.items())
+        sizes = ", ".join(f"{metrics[f'{name}_size']:.2f}" for name in found.values())
+        rows.append({"asked": level, "methods": methods, "coverage": reached, "size": sizes})
+    return rows
 
 
 def card_of_run(folder: str | Path, repo: str | None = None) -> ModelCard:
@@ -146,103 +199,26 @@ def card_of_run(folder: str | Path, repo: str | None = None) -> ModelCard:
     if not (folder / "results.json").is_file():
         raise FileNotFoundError(f"{folder} holds no results.json; name the folder of a finished `avgk train`.")
     check_folder(folder, weights=False)
-    results = read_results(folder)
-    rows, dataset = results["hyperparameters"], results["dataset"]
-    metrics = {split: results[split] for split in ("validation", "test") if split in results}
-    sizes = results.get("set_sizes", {}).get("all")
-    config = AvgKConfig.from_pretrained(folder)
-    return render_card(repo or folder.name, config, metrics, rows, dataset, sizes)
+    found = read_results(folder)
+    metrics = {split: found[split] for split in ("validation", "test") if split in found}
+    sizes, config = found.get("set_sizes", {}).get("all"), AvgKConfig.from_pretrained(folder)
+    return render_card(repo or folder.name, config, metrics, found["hyperparameters"], found["dataset"], sizes)
 
 
 def read_results(folder: Path, *further: str) -> dict[str, Any]:
     """What `avgk train` wrote to results.json; a damaged one is refused with the name of the file and the field."""
-    results = read_json(folder / "results.json")
+    path = folder / "results.json"
+    results = read_json(path)
     for name in ("dataset", "hyperparameters", "validation", *further):
         if name not in results:
-            raise ValueError(f"{folder / 'results.json'} has no field {name!r}; write it anew with `avgk train`.")
+            raise ValueError(f"{path} has no field {name!r}; write it anew with `avgk train`.")
         if name != "dataset" and not isinstance(results[name], dict):
-            raise ValueError(
-                f"{folder / 'results.json'}: the field {name!r} must be a mapping, not {results[name]!r}."
-            )
+            raise ValueError(f"{path}: the field {name!r} must be a mapping, not {results[name]!r}.")
     for split in ("validation", "test"):
         for name, value in results.get(split, {}).items():
             if value is not None and not isinstance(value, int | float):
-                raise ValueError(f"{folder / 'results.json'}: {split}.{name}={value!r} must be a number.")
+                raise ValueError(f"{path}: {split}.{name}={value!r} must be a number.")
     return results
-
-
-def _eval_results(config: AvgKConfig, metrics: dict[str, float], split: str, dataset: str | None) -> list[EvalResult]:
-    """The results as the Hub's model-index takes them: accuracy and size for every K, and top-1."""
-    wanted = []
-    for k in sorted(config.thresholds, key=float):
-        own = hasattr(config, "k") and k == k_key(config.k)
-        suffix = "" if own and f"mean_set_size@{k}" not in metrics else f"@{k}"
-        wanted += [
-            ("average_k_accuracy", suffix, f"average-{k} accuracy"),
-            ("mean_set_size", suffix, f"mean set size for K = {k}"),
-        ]
-    wanted.append(("top1_accuracy", "", "top-1 accuracy"))
-    return [
-        EvalResult(
-            task_type="image-classification",
-            dataset_type=dataset or "unknown",
-            dataset_name=dataset or "unknown",
-            dataset_split=split,
-            metric_type=metric,
-            metric_name=name,
-            metric_value=round(metrics[metric + suffix], 4),
-        )
-        for metric, suffix, name in wanted
-        if metric + suffix in metrics
-    ]
-
-
-def _row(k: str, suffix: str, metrics: dict[str, float]) -> dict[str, str]:
-    def percent(name: str) -> str:
-        return _percent(metrics[name + suffix]) if name + suffix in metrics else "–"
-
-    return {
-        "k": as_markdown(k),
-        "accuracy": percent("average_k_accuracy"),
-        "size": f"{metrics['mean_set_size' + suffix]:.2f}",
-        "empty": percent("empty_sets"),
-        "lambda_val": f"{metrics['lambda_val' + suffix]:.6f}",
-        **{name: percent(f"{name}_shot_accuracy") for name in ("few", "medium", "many")},
-    }
-
-
-def _curve(rows: list[list[float]] | None) -> list[dict[str, str]]:
-    """The trade-off curve of a calibration, as text."""
-    return [
-        {
-            "k": f"{k:g}",
-            "size": f"{size:.2f}",
-            "coverage": _percent(coverage),
-            "topk": _percent(topk),
-            "lambda_val": f"{lambda_val:.6f}",
-        }
-        for k, lambda_val, size, coverage, topk in rows or []
-    ]
-
-
-def _levels(record: dict[str, Any], metrics: dict[str, float]) -> list[dict[str, str]]:
-    """The coverage levels that can be asked for, and what was reached, by whichever methods were measured."""
-    rows = []
-    for level, methods in describe(record).items():
-        names = {"lac": level, **{how: f"{how}_{level}" for how in ("aps", "raps", "per_class")}}
-        found = {how: name for how, name in names.items() if f"coverage_{name}" in metrics}
-        rows.append(
-            {
-                "asked": as_markdown(level),
-                "methods": as_markdown(methods),
-                "coverage": ", ".join(
-                    f"{_percent(metrics[f'coverage_{name}'])} ({how.replace('_', ' ')})" for how, name in found.items()
-                )
-                or "–",
-                "size": ", ".join(f"{metrics[f'coverage_{name}_size']:.2f}" for name in found.values()) or "–",
-            }
-        )
-    return rows
 
 
 def as_markdown(value: Any) -> str:
@@ -255,7 +231,3 @@ def as_markdown(value: Any) -> str:
     line = re.sub(r"([\\`*<>|\[\]#~&$@]|(?<![^\W_])_|_(?![^\W_]))", r"\\\1", line)
     # addresses would become links by themselves
     return re.sub(r"(?i):/(?=/)|www(?=\.)", r"\g<0>\\", line)
-
-
-def _percent(value: float) -> str:
-    return f"{100 * value:.2f}%"

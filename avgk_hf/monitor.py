@@ -6,6 +6,7 @@ pipeline, this file travels with a saved model as remote code.
 
 import logging
 import math
+import reprlib
 from collections.abc import Iterable, Mapping
 from statistics import NormalDist
 from typing import Any
@@ -14,7 +15,7 @@ import numpy as np
 import torch
 
 from .calibration import Calibration
-from .checks import is_number
+from .checks import check_whole, is_number
 from .sets import check_k, k_key
 
 logger = logging.getLogger(__name__)
@@ -25,38 +26,26 @@ STEP = 1.02  # the history keeps a point whenever the number of images grew by t
 class SetSizeMonitor:
     """The mean set size of a stream of images with a confidence sequence, and one warning when it leaves K.
 
-    The interval holds at every moment at once: with images whose set sizes X_1, X_2, ... have the mean mu, the chance
-    that mu is *ever* outside is at most 1 - confidence, however often one looks and whenever one stops. With mu_i and
-    s2_i the mean and variance of the sizes before image i (and one more value, K and K^2), E = log(2 / (1 -
-    confidence)), and bets a_i = min(sqrt(2 E / (s2_i i log(1 + i))), 1 / (2 c_i)),
+    The interval holds at every moment at once: if the set sizes X_1, X_2, ... have the mean mu, the chance that mu is
+    *ever* outside is at most 1 - confidence, however often one looks. With mu_i and s2_i the mean and variance of the
+    sizes before image i (and one more value, K and K^2), E = log(2 / (1 - confidence)), M the largest possible size,
+    and bets a_i = min(sqrt(2 E / (s2_i i log(1 + i))), 1 / (2 c_i)),
 
         lower = [sum a_i mu_i + sum log(1 + a_i (X_i - mu_i)) - E] / sum a_i,    c_i = mu_i,
         upper = [sum a_i mu_i - sum log(1 - a_i (X_i - mu_i)) + E] / sum a_i,    c_i = M - mu_i.
 
-    Why: a_i and mu_i are fixed before image i, so 1 + a_i (X_i - mu_i) >= 1/2 has the mean 1 + a_i (mu - mu_i) <=
-    exp(a_i (mu - mu_i)); the product of the quotients is a nonnegative supermartingale that starts at 1, and by
-    Ville's inequality ever reaches 2 / (1 - confidence) with a chance of at most (1 - confidence) / 2 on each side.
-    This is the predictable plug-in empirical Bernstein confidence sequence of Waudby-Smith and Ramdas, *Estimating
-    means of bounded random variables by betting* (JRSS B 86, 2024, theorem 2), without the last step of its proof,
-    which replaces the logarithm by a quadratic bound that a few large sets would make very loose.
+    This is the predictable plug-in empirical Bernstein sequence of Waudby-Smith and Ramdas, *Estimating means of
+    bounded random variables by betting* (JRSS B 86, 2024, theorem 2), without the last step of its proof, a bound of
+    the logarithm that a few large sets would make very loose. To tell that sets shrank takes about 8 M / (K - mu)
+    images; to tell that they grew, M does not matter.
 
-    The lower bound, which tells that sets grew, needs nothing but sizes that are not negative; the number of classes
-    does not enter. The upper bound needs M, the largest size that is possible, and about 8 M / (K - mu) images to tell
-    that sets shrank. Softmax scores sum to 1, so at most 1 / lambda_val classes reach lambda_val: `from_config` takes
-    that for M, which is far below 1,081 classes.
+    lambda_val is an estimate from n images, so even on images like those the mean settles only near K. `drifted`
+    therefore asks whether the interval is farther from K than `tolerance` K + z s / sqrt(n), z the normal quantile of
+    `confidence` and s the standard deviation of the sizes: a false warning has a chance of at most 2 (1 - confidence).
 
-    `drifted` compares the interval with K and a margin, not with K alone: lambda_val is an estimate from the n images
-    of the calibration, so that even on images like those the mean settles at K only up to about s / sqrt(n), s the
-    standard deviation of the sizes, and a long stream would find that difference. The margin is z s / sqrt(n), z the
-    normal quantile of `confidence`, plus `tolerance` K. Images like those of the calibration then raise a false
-    warning with a chance of at most 2 (1 - confidence), one half for the stream and one for the calibration; the
-    second is an approximation for large n.
-
-    Three things to know. Images have to come in no particular order: one class after the other changes the mean on
-    the way. The interval is that of images which do not change, and the first ones have more weight in it: to see a
-    change that begins late (where even the plain `mean` may leave the interval), begin a new monitor every day, or
-    every few thousand images. And no drift does not prove that the images are alike: sets can keep their size and miss
-    more often, which only labels show.
+    Images have to come in no particular order, not class after class. To see a change that begins late, begin a new
+    monitor every few thousand images: the first ones have more weight. And no drift does not prove that images are
+    alike: sets can keep their size and miss more often, which only labels show.
 
     Args:
         k: The average set size that was calibrated.
@@ -86,9 +75,8 @@ class SetSizeMonitor:
         source: str | None = None,
     ) -> None:
         for name, value in (("num_labels", num_labels), ("num_calibrated", num_calibrated), ("max_size", max_size)):
-            optional = value is None and name != "num_labels"
-            if not optional and (isinstance(value, bool) or not isinstance(value, (int, np.integer)) or value < 1):
-                raise ValueError(f"{name}={value!r} must be a whole number of at least 1.")
+            if value is not None or name == "num_labels":
+                check_whole(name, value.item() if isinstance(value, np.integer) else value, 1)
         self.k = check_k(k, num_labels)
         if not is_number(confidence) or not 0 < confidence < 1:
             raise ValueError(f"confidence={confidence!r} must lie strictly between 0 and 1, e.g. `confidence=0.95`.")
@@ -96,14 +84,12 @@ class SetSizeMonitor:
             raise ValueError(f"tolerance={tolerance!r} must be a finite number >= 0; 0.05 allows 5% of K.")
         if max_size is not None and not k < max_size <= num_labels:
             raise ValueError(
-                f"max_size={max_size} must lie in ({k_key(k)}, {num_labels}], above K and at most the number of"
-                " classes: it is the largest size that a set can have."
+                f"max_size={max_size} must lie in ({k_key(k)}, {num_labels}]: above K, at most all classes."
             )
         self.num_labels, self.max_size = int(num_labels), int(max_size or num_labels)
         self.confidence, self.tolerance = confidence, tolerance
         self.num_calibrated, self.source = num_calibrated, source
-        self.num_images = 0
-        self.drifted = False
+        self.num_images, self.drifted = 0, False
         self.history: list[tuple[int, float, float, float]] = []
         self._warning: str | None = None
         self._evidence = math.log(2 / (1 - confidence))
@@ -128,11 +114,8 @@ class SetSizeMonitor:
         if calibration.score == "softmax" and lambda_val * largest > 1:
             # probabilities that sum to 1, up to rounding
             largest = min(largest, max(math.floor(k) + 1, math.floor((1 + 1e-4) / lambda_val)))
-        given = {
-            "num_calibrated": number if isinstance(number, int) and number > 0 else None,
-            "max_size": largest,
-            "source": record.get("dataset"),
-        }
+        known = number if isinstance(number, int) and number > 0 else None
+        given = {"num_calibrated": known, "max_size": largest, "source": record.get("dataset")}
         return cls(k, config.num_labels, **{**given, **kwargs})
 
     def __repr__(self) -> str:
@@ -177,9 +160,8 @@ class SetSizeMonitor:
         mean = (self.k + self._total) / number
         variance = (self.k**2 + self._squares) / number
         bet = math.sqrt(2 * self._evidence / (variance * number * math.log(1 + number)))
-        for sums, scale, gain in zip(
-            self._sums, (mean, self.max_size - mean), (size - mean, mean - size), strict=True
-        ):
+        lower, upper = self._sums
+        for sums, scale, gain in ((lower, mean, size - mean), (upper, self.max_size - mean, mean - size)):
             a = min(bet, LARGEST_BET / scale)
             sums[0] += a
             sums[1] += a * mean
@@ -216,31 +198,27 @@ class SetSizeMonitor:
 
     def _sizes(self, sizes: Any) -> list[int]:
         """Set sizes as whole numbers; anything else is refused before any of it is counted."""
-        if isinstance(sizes, (str, bytes, Mapping)) or not isinstance(sizes, (Iterable, torch.Tensor)):
-            raise ValueError(f"sizes={sizes!r}: expected the set sizes of images, e.g. `[3]` for one image, or sets.")
-        if not isinstance(sizes, (torch.Tensor, np.ndarray)):
-            sizes = list(sizes)
-            lists = bool(sizes) and all(isinstance(one, (list, tuple, set, frozenset)) for one in sizes)
-            if lists and not any(isinstance(j, bool) for one in sizes for j in one):  # that would be a mask
-                sizes = [len(one) for one in sizes]
-        if isinstance(sizes, torch.Tensor):
-            sizes = sizes.detach().cpu().numpy()
+        values = sizes.detach().cpu().numpy() if isinstance(sizes, torch.Tensor) else sizes
+        if isinstance(values, Iterable) and not isinstance(values, (np.ndarray, str, bytes, Mapping)):
+            values = list(values)
+            lists = all(isinstance(one, (list, tuple, set, frozenset)) for one in values)
+            if lists and not any(isinstance(j, bool) for one in values for j in one):  # that would be a mask
+                values = np.array([len(one) for one in values], int)
         try:
-            values = np.asarray(sizes)
-        except ValueError:
-            values = np.empty((0, 0, 0))
-        if values.dtype == bool and values.ndim == 2 and values.shape[1] == self.num_labels:
+            values = np.asarray(values)
+        except ValueError:  # lists of different lengths
+            values = np.empty(())
+        if values.dtype == bool and values.shape[1:] == (self.num_labels,):
             values = values.sum(1)
-        if values.size == 0 and values.ndim == 1:
-            return []
-        if values.ndim != 1 or values.dtype.kind not in "iu":
+        if values.ndim != 1 or (len(values) and values.dtype.kind not in "iu"):
             raise ValueError(
-                f"sizes of shape {values.shape} and type {values.dtype}: expected whole numbers (images,), a boolean"
-                f" mask (images, {self.num_labels}), or one list of classes for each image."
+                f"sizes={reprlib.repr(sizes)}: expected whole numbers (images,), e.g. `[3]`, a boolean mask (images,"
+                f" {self.num_labels}), or one list of classes for each image."
             )
-        if values.min() < 0 or values.max() > self.max_size:
-            wrong = values.min() if values.min() < 0 else values.max()
+        found = values.tolist()
+        wrong = [size for size in found if not 0 <= size <= self.max_size]
+        if wrong:
             raise ValueError(
-                f"a set of {wrong} classes: sizes lie in [0, {self.max_size}]. Is this monitor that of the same model?"
+                f"a set of {wrong[0]} classes: sizes lie in [0, {self.max_size}]. Is it the monitor of the same model?"
             )
-        return values.tolist()
+        return found

@@ -85,7 +85,7 @@ class Answer:
         most: The largest sum before a class of a set, for rules by sums; None for those that compare scores only.
         min_size: As in `Question`.
         max_size: As in `Question`.
-        lambda_val: The threshold of a question by size or threshold.
+        lambda_val: The threshold, where one threshold decides.
     """
 
     head: str

@@ -10,7 +10,6 @@ import subprocess
 import sys
 import time
 from pathlib import Path
-from types import SimpleNamespace
 from unittest import mock
 from urllib.parse import urlparse
 from urllib.request import urlopen
@@ -23,13 +22,14 @@ from selenium.webdriver import Keys
 from transformers import TimmWrapperImageProcessor, pipeline
 
 import browser
-from avgk_hf.app import answer_html, build_page, chosen_examples, example_images, image_scores
+from avgk_hf.app.answers import Answers, chosen_examples, example_images
+from avgk_hf.app.page import build_page
+from avgk_hf.app.space import write_space
 from avgk_hf.calibration import Calibration
-from avgk_hf.classifiers import load_classifier, transform_for
+from avgk_hf.classifiers import load_classifier
 from avgk_hf.cli import main
 from avgk_hf.data.glyphs import CHARACTERS, class_name
 from avgk_hf.evaluation import calibrate
-from avgk_hf.space import write_space
 from conftest import CLASSES, save_vit
 
 LONG = "1355868_Lactuca_virosa_Habl._ex_Willd."  # as the classes of Pl@ntNet-300K are called
@@ -226,8 +226,9 @@ def test_no_request_leaves_this_machine(page, image_folder, hosts):
     assert set(hosts.read_text().split()) == {"127.0.0.1"}  # the server asks itself, once, whether it is there
 
 
-def scores_of(model, path):
-    return image_scores(model, transform_for(model).image(path))
+def answers_and_scores(model, path):
+    answers = Answers(model)
+    return answers, answers.scores(answers.transform.image(path))
 
 
 def components(page, kind):
@@ -240,7 +241,7 @@ def test_the_coverage_of_another_head_is_not_offered(make_model):
     for head, offered in (("ml", True), ("sccp", False)):
         record, coverage = {"head": head, "num_examples": None}, {"lac": {"0.9": 0.1, "0.5": 0.3}}
         Calibration.store(model.config, thresholds, record, head_thresholds={"ml": thresholds}, coverage=coverage)
-        ask, levels = components(build_page(model, "trees"), "radio")
+        ask, levels = components(build_page(Answers(model), "trees"), "radio")
         assert ask["visible"] is offered
         assert [level for _, level in levels["choices"]] == ([0.5, 0.9] if offered else [])
 
@@ -248,26 +249,24 @@ def test_the_coverage_of_another_head_is_not_offered(make_model):
 def test_a_model_with_one_k_has_text_in_place_of_the_slider(make_model, image_folder):
     model = make_model()
     Calibration.store(model.config, {2: 0.2}, {}, coverage={"lac": {"0.9": 0.1}})
-    page = build_page(model, "trees")
+    page = build_page(Answers(model), "trees")
     assert not components(page, "slider")
     assert any("K = 2 classes on average" in text["value"] for text in components(page, "html"))
     (show,) = {function.fn for function in page.fns.values() if function.name == "show"}
-    found = scores_of(model, image_folder / "test" / "oak" / "0.png")
-    assert show(found, "average size", 2.0, 0.9) == answer_html(model.config, found, k=2)
-    assert show(found, "coverage", 2.0, 0.9) == answer_html(model.config, found, coverage=0.9)
+    answers, found = answers_and_scores(model, image_folder / "test" / "oak" / "0.png")
+    assert show(found, "average size", 2.0, 0.9) == answers.html(found, k=2)
+    assert show(found, "coverage", 2.0, 0.9) == answers.html(found, coverage=0.9)
 
 
-def test_a_set_of_thousands_is_counted_and_its_best_are_shown():
+def test_a_set_of_thousands_is_counted_and_its_best_are_shown(make_model):
     """In time and size that a slider can be moved with: lists instead of sets would take minutes."""
     labels = 50_000
-    config = SimpleNamespace(
-        num_labels=labels,
-        id2label={j: f"class {j}" for j in range(labels)},
-        thresholds={"1": 0.9, "10000": 0.8, "40000": 0.2},
-    )
+    model = make_model(objective="ce", num_labels=labels, id2label={j: f"class {j}" for j in range(labels)})
+    Calibration.store(model.config, {1: 0.9, 10_000: 0.8, 40_000: 0.2}, {})
+    answers = Answers(model)
     scores = {"ml": torch.arange(labels)[None] / labels}
     start = time.monotonic()
-    text, growth = answer_html(config, scores, k=40_000)
+    text, growth = answers.html(scores, k=40_000)
     assert time.monotonic() - start < 10 and len(text) + len(growth) < 100_000
     rows = re.findall('data-class="([0-9]+)"', text)
     assert rows == [str(labels - 1 - i) for i in range(200)] + ["9999", "9998", "9997"]
@@ -277,18 +276,18 @@ def test_a_set_of_thousands_is_counted_and_its_best_are_shown():
 def test_class_names_cannot_write_to_the_page(make_model, image_folder):
     model = make_model(id2label={i: f"<script>{name}</script>" for i, name in enumerate(CLASSES)})
     Calibration.store(model.config, {1: 0.2, 2: 0.1}, {})
-    scores = scores_of(model, image_folder / "test" / "oak" / "0.png")
-    for text in answer_html(model.config, scores, k=2):
+    answers, scores = answers_and_scores(model, image_folder / "test" / "oak" / "0.png")
+    for text in answers.html(scores, k=2):
         assert "<script>" not in text and "&lt;script&gt;" in text
 
 
 def test_between_recorded_values_a_threshold_in_between_answers(make_model, image_folder):
     model = make_model()
     Calibration.store(model.config, {1: 0.2, 2: 0.1, 5: 0.05}, {})
-    scores = scores_of(model, image_folder / "test" / "oak" / "0.png")
+    answers, scores = answers_and_scores(model, image_folder / "test" / "oak" / "0.png")
     lambda_val = Calibration.of(model.config).threshold(4)
     assert 0.05 < lambda_val < 0.1
-    text, growth = answer_html(model.config, scores, k=4)
+    text, growth = answers.html(scores, k=4)
     assert "for K = 4" in text and f"threshold {lambda_val:.4g}" in text
     assert growth.count('aria-current="true"') == 1
 
@@ -296,7 +295,7 @@ def test_between_recorded_values_a_threshold_in_between_answers(make_model, imag
 def test_what_cannot_be_shown_is_refused_at_the_start(make_model, tmp_path, model_folder, capsys):
     model = make_model()
     with pytest.raises(ValueError, match="avgk calibrate MODEL DATASET"):
-        build_page(model, "trees")
+        build_page(Answers(model), "trees")
     model.save_pretrained(tmp_path / "model")
     (tmp_path / "empty").mkdir()
     free = ["--port", str(browser.free_port())]
@@ -328,8 +327,8 @@ def test_any_classifier_with_thresholds_can_be_shown(splits, image_folder, tmp_p
     save_vit(tmp_path)
     model = load_classifier(str(tmp_path))
     calibrate(model, splits["validation"], k=[1.5, 3])
-    examples = example_images(model, image_folder / "test")
-    (slider,) = components(build_page(model, "vit", examples), "slider")
+    examples = example_images(Answers(model), image_folder / "test")
+    (slider,) = components(build_page(Answers(model), "vit", examples), "slider")
     assert (slider["minimum"], slider["maximum"], slider["value"], slider["step"]) == (1.5, 3, 1.5, 0.5)
     path, size = examples[-1]
     found = pipeline("average-k-image-classification", model=model, image_processor=str(tmp_path))(str(path), k=1.5)
@@ -339,7 +338,7 @@ def test_any_classifier_with_thresholds_can_be_shown(splits, image_folder, tmp_p
 def test_glyphs_are_drawn_as_examples(make_model):
     model = make_model(num_labels=120, id2label=dict(enumerate(map(class_name, CHARACTERS))), in_chans=1).eval()
     Calibration.store(model.config, {2: 1 / 120}, {})  # of an untrained model: some scores lie above it, some below
-    with chosen_examples(model, None) as chosen:
+    with chosen_examples(Answers(model), None) as chosen:
         sizes = [size for _, size in chosen]
         assert len(chosen) == 8 and sizes == sorted(sizes) and len(set(sizes)) > 3
         assert len({path.read_bytes() for path, _ in chosen}) == 8
@@ -353,21 +352,21 @@ def test_glyphs_are_drawn_as_examples(make_model):
 
 
 def test_examples_are_images_that_can_be_read(model_folder, image_folder, tmp_path, caplog):
-    model = load_classifier(str(model_folder))
+    answers = Answers(load_classifier(str(model_folder)))
     good = (image_folder / "test" / "oak" / "0.png").read_bytes()
     (tmp_path / ".hidden").mkdir()
     for name in ("a.png", "B.PNG", "._a.png", ".hidden/a.png", "notes.txt", "report.pdf"):
         (tmp_path / name).write_bytes(good)
-    assert {path.name for path, _ in example_images(model, tmp_path)} == {"a.png", "B.PNG"}
+    assert {path.name for path, _ in example_images(answers, tmp_path)} == {"a.png", "B.PNG"}
     for number in range(100):  # more than are looked at
         (tmp_path / f"b{number}.png").write_bytes(good[:60])
-    assert {path.name for path, _ in example_images(model, tmp_path)} == {"a.png", "B.PNG"}
-    warned = [record.getMessage() for record in caplog.records if record.name == "avgk_hf.app"]
+    assert {path.name for path, _ in example_images(answers, tmp_path)} == {"a.png", "B.PNG"}
+    warned = [record.getMessage() for record in caplog.records if record.name == "avgk_hf.app.answers"]
     assert len(warned) == 1 and "left out 100 images that cannot be read, e.g. " in warned[0]
     for name in ("a.png", "B.PNG"):
         (tmp_path / name).unlink()
     with pytest.raises(ValueError, match="none of the 100 images can be read"):
-        example_images(model, tmp_path)
+        example_images(answers, tmp_path)
 
 
 def test_a_space_is_written_whole_or_not_at_all(model_folder, tmp_path, monkeypatch):
@@ -401,7 +400,7 @@ def test_a_written_space_runs_by_itself(model_folder, image_folder, tmp_path):
     needs = (space / "requirements.txt").read_text().splitlines()
     assert f"gradio=={card.sdk_version}" in needs and any(line.startswith("timm") for line in needs)
     assert str(tmp_path) not in (space / "app.py").read_text()
-    own = space / "avgk_hf" / "app.py"
+    own = space / "avgk_hf" / "app" / "page.py"
     # to know it from the one that is installed
     own.write_text(own.read_text().replace("Drop an image, or", "Drop a leaf, or"))
 
@@ -443,7 +442,13 @@ def test_a_model_of_the_hub_stays_there_and_the_printed_lines_push_the_space(mod
         assert done.returncode == 0, done.stderr
         with urlopen(f"{hub.url}/api/spaces/someone/leaves") as answered:
             pushed = {item["rfilename"] for item in json.load(answered)["siblings"]}
-    assert {"app.py", "README.md", "requirements.txt", "avgk_hf/app.py"} <= pushed
+    assert {
+        "app.py",
+        "README.md",
+        "requirements.txt",
+        "avgk_hf/app/page.py",
+        "avgk_hf/app/templates/set.html",
+    } <= pushed
     assert not any(Path(name).parts[0] in ("model", "examples") for name in pushed)
     assert ModelCard.load(tmp_path / "space" / "README.md").data.models == ["someone/trees"]
     assert "load_classifier('someone/trees')" in (tmp_path / "space" / "app.py").read_text()

@@ -17,6 +17,7 @@ from test_layers import REMOTE
 
 import avgk_hf
 from archives import write_cifar
+from avgk_hf.calibration import Calibration
 from conftest import CLASSES, write_images
 
 

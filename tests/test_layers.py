@@ -8,7 +8,7 @@ import avgk_hf
 ROOT = Path(__file__).parent.parent
 PACKAGE = ROOT / "avgk_hf"
 LAYERS = [
-    {"checks", "files", "guard", "images", "plain_yaml", "shell"},
+    {"checks", "files", "images", "plain_yaml", "shell"},
     {"sets"},
     {"conformal", "monitor", "densenet"},
     {"backbones"},
@@ -19,7 +19,7 @@ LAYERS = [
     {"classifiers", "trainer", "report"},
     {"evaluation"},
     {"app", "export", "plots"},
-    {"space", "train"},
+    {"train"},
     {"comparison", "demo", "sweep"},
     {"verdict"},
     {"compare"},

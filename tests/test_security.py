@@ -55,13 +55,14 @@ from avgk_hf import (
     AvgKConfig,
     AvgKForImageClassification,
     AvgKTrainingArguments,
-    app,
     compare,
-    guard,
     load_splits,
     train,
 )
-from avgk_hf.app import MOST_PIXELS, build_page, launch, upload_folder
+from avgk_hf.app import guard, page
+from avgk_hf.app.answers import Answers
+from avgk_hf.app.page import GONE, MOST_PIXELS, build_page, launch, upload_folder
+from avgk_hf.app.space import write_space
 from avgk_hf.backbones import MODEL_ARGS, MOST_SIDE, check_model_args, create_backbone, known_cfg
 from avgk_hf.calibration import Calibration
 from avgk_hf.classifiers import image_processor, load_classifier, transform_for
@@ -73,7 +74,6 @@ from avgk_hf.data.glyphs import write_image_folder
 from avgk_hf.images import FORMATS
 from avgk_hf.model_card import render_card
 from avgk_hf.modeling import check_folder
-from avgk_hf.space import write_space
 from avgk_hf.train import build_model, parse_recipe
 from browser import Visitor
 from conftest import CLASSES, save_vit
@@ -735,9 +735,9 @@ WRITING = {"write_text", "write_bytes", "touch", "mkdir", "makedirs", "rename", 
 WRITING |= {"save", "savefig", "save_file", "save_to_json", "save_pretrained", "to_json_file", "save_model"}
 WRITING |= {"NamedTemporaryFile", "mkstemp", "mkdtemp", "to_csv", "tofile"}
 ELSEWHERE = {
-    ("app.py", "save"): "into a temporary folder",
-    ("app.py", "mkdir"): "above the temporary folder, where the user's environment names a place",
-    ("app.py", "mkdtemp"): "the temporary folder of uploads",
+    ("answers.py", "save"): "into a temporary folder",
+    ("page.py", "mkdir"): "above the temporary folder, where the user's environment names a place",
+    ("page.py", "mkdtemp"): "the temporary folder of uploads",
     ("images.py", "open"): "for reading",
     ("glyphs.py", "save"): "into memory",
     ("export.py", "save"): "into a temporary folder",
@@ -977,14 +977,14 @@ def model_folder_page(tmp_path_factory):
 
 @contextlib.contextmanager
 def served(model_folder_page, examples=(), **options):
-    model = load_classifier(str(model_folder_page))
-    page = build_page(model, model_folder_page.name, examples)
+    answers = Answers(load_classifier(str(model_folder_page)))
+    built = build_page(answers, model_folder_page.name, examples)
     port = browser.free_port()
-    launch(page, server_name="127.0.0.1", server_port=port, prevent_thread_lock=True, **options)
+    launch(built, server_name="127.0.0.1", server_port=port, prevent_thread_lock=True, **options)
     try:
-        yield page, f"http://127.0.0.1:{port}"
+        yield built, f"http://127.0.0.1:{port}"
     finally:
-        page.close(verbose=False)
+        built.close(verbose=False)
 
 
 @pytest.fixture(scope="module")
@@ -1223,7 +1223,7 @@ def test_a_path_that_was_never_uploaded_is_not_opened(meta, visitor, example, tm
     taken, texts = zip(*answers, strict=True)
     assert not any(taken) and beacon[1] == []
     if meta == "without meta":  # what exists cannot be told from what does not
-        assert set(texts) == {app.GONE}
+        assert set(texts) == {GONE}
     assert all("identify" not in str(text) for text in texts)
 
 
@@ -1232,7 +1232,7 @@ def test_pipes_do_not_stop_the_page(visitor, tmp_path):
     os.mkfifo(tmp_path / "fifo")
     for number in range(5):
         visitor.session = f"fifo {number}"
-        assert in_time(lambda: visitor.look(str(tmp_path / "fifo"), meta=None)) == (False, app.GONE)
+        assert in_time(lambda: visitor.look(str(tmp_path / "fifo"), meta=None)) == (False, GONE)
     taken, text = visitor.look(visitor.upload(encode(picture(), "PNG")))
     assert taken and "for K = 2" in text
 
@@ -1251,7 +1251,7 @@ def test_files_are_sent_only_if_they_were_uploaded_or_are_examples(visitor, page
     picture().save(tmp_path / "private.png")
     (upload_folder() / "left.png").write_bytes(b"of another visitor")
     paths = [tmp_path / "private.png", example, "/etc/passwd", upload_folder() / "left.png", upload_folder()]
-    for path in (*map(str, paths), f"{upload_folder()}/../{tmp_path}/private.png", "/dev/zero", "avgk_hf/app.py"):
+    for path in (*map(str, paths), f"{upload_folder()}/../{tmp_path}/private.png", "/dev/zero", "avgk_hf/cli.py"):
         for route in ("file=", "file/"):
             assert visitor.http.get(f"/gradio_api/{route}{path}").status_code == 404
     config = visitor.http.get("/config").json()
@@ -1310,8 +1310,8 @@ def test_one_image_at_a_time_and_a_bounded_queue(model_folder_page, monkeypatch)
         inside.pop()
         raise ValueError("enough")
 
-    monkeypatch.setattr(app, "image_scores", slow)
-    monkeypatch.setattr(app, "WAITING", 5)
+    monkeypatch.setattr(Answers, "scores", slow)
+    monkeypatch.setattr(page, "WAITING", 5)
     with served(model_folder_page) as (_, url):
         visitor = Visitor(url)
         path = visitor.upload(encode(picture(), "PNG"))
@@ -1355,7 +1355,7 @@ def test_uploads_are_bounded_in_total(visitor, page_and_url, monkeypatch, exampl
     assert [os.path.exists(path) for path in paths] == [False] * 5 + [True] * 3
     assert any(path.name == example.name for path in kept())
     assert page_and_url[0].upload_file_set <= {str(path) for path in kept()}
-    assert visitor.look(paths[0]) == (False, app.GONE) and visitor.look(paths[-1])[0]
+    assert visitor.look(paths[0]) == (False, GONE) and visitor.look(paths[-1])[0]
 
 
 def test_uploads_that_break_off_are_removed(visitor, page_and_url, monkeypatch):
@@ -1418,7 +1418,7 @@ def test_other_sites_cannot_send_requests_through_a_visitors_browser(visitor):
 def test_a_page_for_others_answers_to_its_public_name(model_folder_page, monkeypatch):
     """As in a Space, which listens on all addresses."""
     assert guard.is_local("127.0.0.9") and not guard.is_local("0.0.0.0") and not guard.is_local("192.0.2.1")
-    monkeypatch.setattr(app, "is_local", lambda address: False)
+    monkeypatch.setattr(page, "is_local", lambda address: False)
     with served(model_folder_page) as (_, url):
         visitor = Visitor(url)
         public = {"host": "someone-trees.hf.space", "origin": "https://someone-trees.hf.space"}
@@ -1445,19 +1445,19 @@ def test_records_are_text_on_the_page(visitor, model_folder_page):
 @needs_browser
 def test_hostile_records_do_nothing_in_a_browser(page_and_url, tmp_path):
     with browser.chromium() as driver:
-        page = browser.Page(driver, page_and_url[1])
+        shown = browser.Page(driver, page_and_url[1])
         title = driver.title
         picture((30, 30)).save(tmp_path / "x.png")
-        page.upload(tmp_path / "x.png")
-        page.await_status("for K = 2")
-        labels = [label for label, *_ in page.rows("#avgk-set .in")]
+        shown.upload(tmp_path / "x.png")
+        shown.await_status("for K = 2")
+        labels = [label for label, *_ in shown.rows("#avgk-set .in")]
         assert labels and all(label.endswith(HOSTILE) for label in labels)
         (tmp_path / "<img src=x onerror=document.title='owned'>.png").write_bytes(b"no image")
-        page.upload(tmp_path / "<img src=x onerror=document.title='owned'>.png")
-        page.await_status("cannot be read as an image")
+        shown.upload(tmp_path / "<img src=x onerror=document.title='owned'>.png")
+        shown.await_status("cannot be read as an image")
         assert driver.title == title and "owned" not in title
-        assert not page.all("img[src*='p.png'], img[onerror]")
-        asked = [address for address in page.requests() if address.startswith("http")]
+        assert not shown.all("img[src*='p.png'], img[onerror]")
+        asked = [address for address in shown.requests() if address.startswith("http")]
         assert asked and all(address.startswith(page_and_url[1]) for address in asked)
 
 

@@ -13,8 +13,8 @@ def arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> None:
-    from ..app import serve
-    from ..space import write_space
+    from ..app.page import serve
+    from ..app.space import write_space
 
     if args.space:
         print(write_space(args.model, args.space, args.examples))

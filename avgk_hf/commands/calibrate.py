@@ -4,7 +4,7 @@ import argparse
 from pathlib import Path
 from typing import Any
 
-from ..files import refuse_link
+from ..files import new_file, refuse_link, replacing
 from ..shell import printable
 from .evaluate import is_first_process, measure, print_metrics, read_split, shared_arguments
 
@@ -24,7 +24,7 @@ def arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> None:
     from ..calibration import Calibration
-    from ..classifiers import load_classifier, save_classifier, write_thresholds
+    from ..classifiers import load_classifier, write_thresholds
     from ..hub import push_folder
 
     if not args.out and (args.push or not Path(args.model).is_dir()):
@@ -72,3 +72,22 @@ def _say_what_changed(before: dict[str, dict], after: dict[str, dict], folder: P
     older = [name for name in ("README.md", "onnx/model.onnx") if folder and (folder / name).is_file()]
     if older:
         print(f"older than these thresholds: {', '.join(older)} (`avgk card`, `avgk export` write them anew)")
+
+
+def save_classifier(model: Any, folder: str | Path, metrics: dict[str, float]) -> None:
+    """Save a calibrated classifier of any class with its image processor and a card."""
+    from ..calibration import Calibration
+    from ..classifiers import image_processor, write_thresholds
+    from ..model_card import render_card
+    from ..modeling import AvgKForImageClassification
+
+    folder = Path(folder)
+    with replacing(folder) as new:
+        if not isinstance(model, AvgKForImageClassification):
+            image_processor(model).save_pretrained(new)
+        model.save_pretrained(new)
+        write_thresholds(model, new)
+    dataset = Calibration.of(model.config).source.get("dataset")
+    card = render_card(folder.name, model.config, {"validation": metrics}, {}, dataset, calibrated_only=True)
+    with new_file(folder / "README.md") as new:
+        card.save(new)

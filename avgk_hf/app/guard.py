@@ -4,11 +4,8 @@ Gradio serves more than this page asks for: every file of its folder, a proxy fo
 recordings. What the page itself asks for is let through, and nothing else.
 """
 
-import math
 import os
 import shutil
-import time
-from collections.abc import Awaitable, Callable, MutableMapping
 from contextlib import suppress
 from ipaddress import ip_address
 from pathlib import Path
@@ -18,6 +15,7 @@ from urllib.parse import urlsplit
 from starlette.datastructures import Headers
 from starlette.exceptions import HTTPException
 from starlette.responses import PlainTextResponse
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 API = "/gradio_api/"
 UPLOAD, FILE = f"{API}upload", f"{API}file="
@@ -30,10 +28,6 @@ MOST_ASKED = 2**20  # bytes of any other request
 MOST_FILES = 40  # uploads that are kept: with the bytes of one, 1 GB
 AT_ONCE = 8  # uploads that are being received
 LOOPBACK = ("127.0.0.1", "localhost", "::1", "[::1]")  # the names of one's own machine
-
-Scope = MutableMapping[str, Any]
-Receive = Callable[[], Awaitable[MutableMapping[str, Any]]]
-Send = Callable[[MutableMapping[str, Any]], Awaitable[None]]
 
 
 def is_local(address: str) -> bool:
@@ -77,7 +71,7 @@ class Guard:
             visitor's browser is refused.
     """
 
-    def __init__(self, app: Any, page: Any, folder: Path, local: bool) -> None:
+    def __init__(self, app: ASGIApp, page: Any, folder: Path, local: bool) -> None:
         self.app, self.page, self.folder, self.local = app, page, folder, local
         self.uploading = 0
 
@@ -97,7 +91,13 @@ class Guard:
         elif path == UPLOAD and self.uploading >= AT_ONCE:
             refusal = 503, "Others are uploading; try again."
         else:
-            return await self._answer(path, scope, _bounded(receive, most), send)
+            if path == UPLOAD:
+                self._make_room()
+            self.uploading += path == UPLOAD
+            try:
+                return await self.app(scope, _bounded(receive, most), send)
+            finally:
+                self.uploading -= path == UPLOAD
         return await PlainTextResponse(refusal[1], refusal[0])(scope, receive, send)
 
     def _is_known(self, path: str) -> bool:
@@ -105,38 +105,28 @@ class Guard:
             return is_served(self.page, path.removeprefix(FILE))
         return path in ADDRESSES or path.startswith(FOLDERS)
 
-    async def _answer(self, path: str, scope: Scope, receive: Receive, send: Send) -> None:
-        if path != UPLOAD:
-            return await self.app(scope, receive, send)
-        self._make_room()
-        self.uploading += 1
-        try:
-            return await self.app(scope, receive, send)
-        finally:
-            self.uploading -= 1
-
     def _make_room(self) -> None:
         """Remove the oldest uploads, finished or broken off, so that no more than `MOST_FILES` are kept."""
         examples = {Path(path).parent for path in _examples(self.page)}
-        uploads = sorted((path for path in self.folder.iterdir() if path not in examples), key=_age, reverse=True)
+        uploads = sorted((path for path in self.folder.iterdir() if path not in examples), key=_written)
         for path in uploads[: max(0, len(uploads) + 1 - MOST_FILES)]:
             shutil.rmtree(path, ignore_errors=True) if path.is_dir() else path.unlink(missing_ok=True)
         self.page.upload_file_set -= {path for path in self.page.upload_file_set if not os.path.exists(path)}
 
 
-def _age(path: Path) -> float:
-    """Seconds since a file was written; one that another visitor has just removed is the oldest of all."""
+def _written(path: Path) -> float:
+    """When a file was written; one that another visitor has just removed is the oldest of all."""
     try:
-        return time.time() - path.stat().st_mtime
+        return path.stat().st_mtime
     except FileNotFoundError:
-        return math.inf
+        return 0.0
 
 
 def _bounded(receive: Receive, most: int) -> Receive:
     """The same, but a body of more bytes than that, whatever its header says, is refused while it comes in."""
     seen = 0
 
-    async def bounded() -> MutableMapping[str, Any]:
+    async def bounded() -> Message:
         nonlocal seen
         message = await receive()
         seen += len(message.get("body", b""))

@@ -1,0 +1,184 @@
+"""What the page asks a model: the set of an image and how it grows, and which images make good examples.
+
+Scores and sets come from the parts that `avgk predict` calls. The HTML is that of `templates/`, which take every value
+of a model's records as text.
+"""
+
+import logging
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
+from itertools import islice
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from jinja2 import Environment, FileSystemLoader, select_autoescape
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from ..calibration import Calibration
+from ..classifiers import model_scores, transform_for
+from ..data import image_files
+from ..data.glyphs import CHARACTERS, class_name, draw
+from ..questions import Question
+from ..sets import k_key
+
+logger = logging.getLogger(__name__)
+
+TEMPLATES = Path(__file__).parent / "templates"
+PARTS = Environment(loader=FileSystemLoader(TEMPLATES), autoescape=select_autoescape(["html"]), trim_blocks=True)
+ROWS = 200  # classes of a set that are shown; thousands would be megabytes for every step of the slider
+RUNNERS_UP = 3  # classes below the threshold that are shown
+NAMES = 6  # class names in one row of the growth table
+EXAMPLES, LOOKED_AT = 8, 64  # example images shown, and those they are chosen from
+
+
+def render(template: str, **values: Any) -> str:
+    """A part of the page, or a file of a Space; in HTML the values are text."""
+    return PARTS.get_template(template).render(values).strip()
+
+
+def message(text: str, role: str) -> str:
+    """A sentence in the place of an answer."""
+    return render("message.html", text=text, role=role)
+
+
+def count(number: int) -> str:
+    """`1 class`, `3 classes`."""
+    return f"{number} class{'es' * (number != 1)}"
+
+
+def question_text(k: float = 0, coverage: float | None = None) -> str:
+    """A question as the page spells it: `3`, or `90%`."""
+    return k_key(k) if coverage is None else f"{100 * coverage:g}%"
+
+
+class Answers:
+    """The answers of a calibrated classifier, and all that the page knows of its calibration.
+
+    Args:
+        model: A classifier of any class; one that was not calibrated is refused.
+    """
+
+    def __init__(self, model: PreTrainedModel) -> None:
+        self.model, self.config, self.transform = model, model.config, transform_for(model)
+        calibration = Calibration.of(self.config)
+        calibration.threshold()  # refuses a model without
+        self.k, self.ks, self.levels = float(calibration.k), calibration.ks, calibration.levels()
+        self.source, self.score = calibration.source, calibration.score
+        self.heads = {calibration.head(k): k for k in self.ks}  # one, unless `head="auto"`
+
+    def scores(self, pixels: Tensor) -> dict[str, Tensor]:
+        """The scores (1, L) of an image (C, H, W), of every head that answers for some K."""
+        return {head: model_scores(self.model, pixels[None], k) for head, k in self.heads.items()}
+
+    def image_set(self, scores: dict[str, Tensor], **question: float) -> tuple[list[int], Tensor, float]:
+        """The set of one image: its classes, best first, the scores (L,) of the head that answers, the threshold.
+
+        Args:
+            scores: As `scores` gives them.
+            question: `k` or `coverage`; default: the model's own K.
+        """
+        answer = Calibration.of(self.config).answer(Question(min_size=1, **question))  # as in the pipeline
+        own = scores[answer.head]
+        return answer.classes(own)[0], own[0], answer.lambda_val
+
+    def html(self, scores: dict[str, Tensor], **question: float) -> tuple[str, str]:
+        """The set of one image as a table, and how it grows; the arguments are those of `image_set`."""
+        return self._set_html(scores, question), self._growth_html(scores, question)
+
+    def _set_html(self, scores: dict[str, Tensor], question: dict[str, float]) -> str:
+        """The classes with bars, and the best ones below the threshold in grey."""
+        classes, own, lambda_val = self.image_set(scores, **question)
+        values, inside, shown = own.tolist(), set(classes), classes[:ROWS]
+        order = own.argsort(descending=True, stable=True).tolist()
+        below = list(islice((j for j in order if j not in inside), RUNNERS_UP))
+        ends = [lambda_val, *(values[j] for j in (*shown, *below))]
+        low, high = (min(ends), max(ends)) if self.score == "logit" else (0.0, 1.0)  # logits have no fixed range
+
+        def place(value: float) -> float:
+            return 100 * (value - low) / ((high - low) or 1)
+
+        def row(j: int) -> dict[str, Any]:
+            tiny = self.score != "logit" and values[j] < 0.001
+            text = "< 0.001" if tiny else f"{values[j]:.3f}"
+            return {"id": j, "label": self.config.id2label[j], "bar": place(values[j]), "score": text}
+
+        name = question_text(**question)
+        return render(
+            "set.html",
+            number=count(len(classes)),
+            asked=f"K = {name}" if "k" in question else f"{name} coverage",
+            shown=map(row, shown),
+            more=len(classes) - len(shown),
+            below=map(row, below),
+            lambda_val=lambda_val,
+            mark=place(lambda_val),
+            empty=bool(own[classes[0]] < lambda_val),
+        )
+
+    def _growth_html(self, scores: dict[str, Tensor], question: dict[str, float]) -> str:
+        """For every recorded K, or coverage, the size, and the classes that join; the one asked for is marked."""
+        ((asked, value),) = question.items()
+        known = self.levels if asked == "coverage" else self.ks
+        steps, before = [], set()
+        for step in sorted({*known, value}):  # smallest sets first
+            classes = self.image_set(scores, **{asked: step})[0]
+            joined = [j for j in classes if j not in before]
+            names = [self.config.id2label[j] for j in joined[:NAMES]]
+            if len(joined) > NAMES:
+                names.append(f"and {len(joined) - NAMES} more")
+            name, left = question_text(**{asked: step}), not before.issubset(classes)
+            steps.append({"name": name, "now": step == value, "size": len(classes), "names": names, "left": left})
+            before = set(classes)
+        return render("growth.html", asked="K" if asked == "k" else asked, steps=steps)
+
+
+def example_images(answers: Answers, folder: str | Path | None) -> list[tuple[Path, int]]:
+    """Example images with the sizes of their sets at the model's own K, from clear to hopeless.
+
+    Args:
+        answers: Of the model.
+        folder: Images to choose from; those that cannot be read are left out. None for no examples.
+    """
+    if folder is None:
+        return []
+    found = image_files(folder)
+    if not found:
+        reason = "holds no images" if Path(folder).is_dir() else "is no folder"
+        raise ValueError(f"--examples {folder} {reason}; give a folder with PNG or JPEG files.")
+    sized, faults = [], []
+    for path in dict.fromkeys([*_evenly(found, LOOKED_AT), *found]):  # the others where some cannot be read
+        try:
+            pixels = answers.transform.image(path)
+        except (ValueError, OSError) as error:
+            faults.append(str(error))
+            continue
+        classes, scores, _ = answers.image_set(answers.scores(pixels))
+        sized.append((len(classes), -scores.max().item(), path))
+        if len(sized) == LOOKED_AT:
+            break
+    if not sized:
+        raise ValueError(f"--examples {folder}: none of the {len(faults)} images can be read, e.g. {faults[0]}")
+    if faults:
+        number = f"{len(faults)} image{'s' * (len(faults) > 1)}"
+        logger.warning(f"--examples {folder}: left out {number} that cannot be read, e.g. {faults[0]}")
+    return [(path, size) for size, _, path in _evenly(sorted(sized), EXAMPLES)]
+
+
+@contextmanager
+def chosen_examples(answers: Answers, folder: str | None) -> Iterator[list[tuple[Path, int]]]:
+    """`example_images` of a folder; without one, of glyphs that are drawn, if the model's classes are those."""
+    with tempfile.TemporaryDirectory(prefix="avgk-app-") as drawn:
+        if folder is None and list(answers.config.id2label.values()) == [class_name(each) for each in CHARACTERS]:
+            rng = np.random.default_rng(0)
+            for number, character in enumerate(rng.choice(list(CHARACTERS), LOOKED_AT)):
+                draw(character, rng).save(Path(drawn, f"glyph_{number:02d}.png"))
+            folder = drawn
+        yield example_images(answers, folder)
+
+
+def _evenly(items: list, most: int) -> list:
+    """At most so many of the items, the first and the last among them."""
+    return [items[i] for i in np.linspace(0, len(items) - 1, min(most, len(items))).round().astype(int)]

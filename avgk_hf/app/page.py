@@ -1,0 +1,273 @@
+"""The page of `avgk app MODEL` as a Gradio app, which needs nothing from other machines.
+
+What one visitor does stays in his session: the scores of the image live in a `gr.State`. What is refused to visitors
+is in `guard`.
+"""
+
+import atexit
+import functools
+import math
+import os
+import shutil
+import socket
+import tempfile
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import gradio as gr
+from starlette.middleware import Middleware
+from starlette.middleware.trustedhost import TrustedHostMiddleware
+from torch import Tensor
+
+from ..classifiers import load_classifier
+from ..sets import k_key
+from .answers import TEMPLATES, Answers, chosen_examples, count, message, question_text, render
+from .guard import LOOPBACK, MOST_UPLOADED, Guard, forget_upload, is_local, is_served
+
+MOST_PIXELS = 25_000_000  # of an image; decoding one takes up to 16 bytes for each
+WAITING, SESSIONS = 64, 1000  # events in the queue, and visitors whose scores are kept
+ASK_BY = BY_SIZE, BY_COVERAGE = "average size", "coverage"
+HINT = "Drop an image, or choose one of the examples."
+GONE = "The server has no such image, or not any more; drop it again."
+EXAMPLES = "Examples, from clear to hopeless"
+# the last of several quick changes must not be dropped because the one before it is still being answered
+QUIET = {"show_progress": "hidden", "api_visibility": "private", "trigger_mode": "always_last"}
+
+
+@functools.cache
+def upload_folder() -> Path:
+    """The folder where Gradio keeps uploads: of this process alone, closed to others, and removed at its end."""
+    above = os.environ.get("GRADIO_TEMP_DIR")
+    if above:
+        Path(above).mkdir(parents=True, exist_ok=True)
+    folder = Path(tempfile.mkdtemp(prefix="avgk-uploads-", dir=above)).resolve()
+    atexit.register(shutil.rmtree, folder, ignore_errors=True)
+    os.environ["GRADIO_TEMP_DIR"] = str(folder)
+    return folder
+
+
+class _Events:
+    """What the page does when a visitor does something."""
+
+    def __init__(self, answers: Answers, page: gr.Blocks) -> None:
+        self.answers, self.page = answers, page
+        self.looked_at: dict[str, str] = {}  # by session, the upload that it shows
+
+    def leave(self, session: str, path: str | None = None) -> None:
+        before = self.looked_at.pop(session, None)
+        if path is not None:
+            self.looked_at[session] = path
+        if before not in self.looked_at.values():
+            forget_upload(self.page, before)
+
+    def closed(self, request: gr.Request) -> None:
+        self.leave(request.session_hash)
+
+    def known(self, path: str | None) -> str | None:
+        if path is not None and not is_served(self.page, path):
+            raise gr.Error(GONE, print_exception=False)
+        return path
+
+    async def moved(self, path: str | None) -> str | None:
+        return self.known(path)
+
+    def read(self, path: str | None, request: gr.Request) -> dict[str, Tensor] | str | None:
+        """The scores of an image, or why there are none."""
+        self.leave(request.session_hash, path)
+        if len(self.looked_at) > SESSIONS:
+            self.leave(next(iter(self.looked_at)))
+        if path is None:
+            return None
+        try:
+            return self.answers.scores(self.answers.transform.image(path, most_pixels=MOST_PIXELS))
+        except (ValueError, OSError) as error:
+            return str(error).replace(path, Path(path).name)  # where the server keeps it is nobody's business
+
+    def ask_by(self, by: str) -> list[dict[str, Any]]:
+        """Which control is seen."""
+        return [gr.update(visible=by == each) for each in ASK_BY]
+
+    def show(
+        self, found: dict[str, Tensor] | str | None, ask: str, k: float, coverage: float | None
+    ) -> tuple[str, str]:
+        """The set and its growth, from what `read` gave."""
+        if found is None:
+            return message(HINT, "status"), ""
+        if isinstance(found, str):
+            return message(found, "alert"), ""
+        return self.answers.html(found, **({"coverage": coverage} if ask == BY_COVERAGE else {"k": k}))
+
+
+def _image(events: _Events) -> gr.Image:
+    """Where an image is dropped."""
+    image = gr.Image(
+        type="filepath",
+        image_mode=None,
+        label="Image",
+        sources=["upload", "clipboard"],
+        height=260,
+        buttons=[],
+        elem_id="avgk-image",
+        elem_classes=["small"] if events.answers.transform.mode == "L" else [],
+    )
+    # Gradio would open the file, and answer a broken one with words of its own; before that it would fetch what a
+    # path names, be it an address on the web
+    image.preprocess = lambda payload: events.known(None if payload is None else payload.path)
+    image.async_move_resource_to_block_cache = events.moved
+    return image
+
+
+def _size(answers: Answers) -> tuple[gr.Slider | gr.State, gr.Slider | gr.HTML]:
+    """What holds K, and what is seen of it: a slider, or text where there is nothing to choose."""
+    k, ks = answers.k, answers.ks
+    if len(ks) == 1:
+        only = f"K = {k_key(k)} classes on average: the model is calibrated for no other."
+        return gr.State(k), gr.HTML(message(only, "note"), elem_id="avgk-k")
+
+    slider = gr.Slider(
+        ks[0],
+        ks[-1],
+        k,
+        step=math.gcd(100, *(round(100 * (other - ks[0])) for other in (*ks, k))) / 100,  # meets every recorded K
+        label="K, classes on average",
+        info=f"calibrated for K = {', '.join(map(k_key, ks))}",
+        interactive=True,
+        buttons=[],
+        elem_id="avgk-k",
+    )
+    return slider, slider
+
+
+def _show_examples(examples: Sequence[tuple[Path, int]], k: float, image: gr.Image) -> None:
+    """The examples with the sizes of their sets; the one that is chosen becomes the image."""
+    gr.HTML(render("examples.html", title=EXAMPLES, k=k_key(k)))
+    gallery = gr.Gallery(
+        [(str(path), count(size)) for path, size in examples],
+        label=EXAMPLES,
+        show_label=False,
+        columns=4,
+        height="auto",
+        allow_preview=False,
+        interactive=False,
+        buttons=[],
+        elem_id="avgk-examples",
+    )
+
+    def choose(chosen: gr.SelectData) -> str:
+        return gallery.value[chosen.index]["image"]["path"]  # the copy that is served
+
+    gallery.select(choose, None, image, **QUIET)
+
+
+def build_page(answers: Answers, name: str, examples: Sequence[tuple[Path, int]] = ()) -> gr.Blocks:
+    """The page of one model.
+
+    Args:
+        answers: Of the model.
+        name: What to call it.
+        examples: As `example_images` gives them.
+    """
+    upload_folder()  # asked for by every component
+    levels = [(question_text(coverage=level), level) for level in answers.levels]
+    with gr.Blocks(title=f"{name}: sets of classes", analytics_enabled=False, delete_cache=(600, 3600)) as page:
+        events = _Events(answers, page)
+        gr.HTML(render("heading.html", name=name, num_labels=answers.config.num_labels, source=answers.source))
+        with gr.Row():
+            with gr.Column(scale=4, min_width=300):
+                image = _image(events)
+                ask = gr.Radio(ASK_BY, value=BY_SIZE, label="Ask by", visible=bool(levels), elem_id="avgk-ask")
+                size, by_size = _size(answers)
+                coverage = gr.Radio(
+                    levels,
+                    value=answers.levels[0] if levels else None,
+                    label="Coverage, the share of images whose set holds the true class",
+                    visible=False,
+                    elem_id="avgk-coverage",
+                )
+                if examples:
+                    _show_examples(examples, answers.k, image)
+            with gr.Column(scale=6, min_width=360):
+                predicted = gr.HTML(message(HINT, "status"), elem_id="avgk-set", container=True, padding=True)
+                growth = gr.HTML("", elem_id="avgk-growth", container=True, padding=True)
+        found = gr.State(None)
+        shown = {"fn": events.show, "inputs": [found, ask, size, coverage], "outputs": [predicted, growth], **QUIET}
+        image.change(events.read, image, found, concurrency_limit=1, **QUIET).then(**shown)
+        page.unload(events.closed)
+        for control in (size, coverage):
+            control.change(**shown)
+        ask.change(events.ask_by, ask, [by_size, coverage], **QUIET).then(**shown)
+    return page
+
+
+def launch(page: gr.Blocks, **options: Any) -> None:
+    """Start the page's server without anything that other machines would have to provide.
+
+    One that listens on this machine only answers to this machine's names: a site that is given its address by a
+    forged entry of the domain name system cannot read it through a visitor's browser.
+
+    Args:
+        page: What `build_page` gave.
+        options: As in `gr.Blocks.launch`.
+    """
+    theme = gr.themes.Default(
+        primary_hue="blue", font=["system-ui", "sans-serif"], font_mono=["ui-monospace", "monospace"]
+    )
+    for shade, number in (("", 600), ("_dark", 300)):  # Gradio's grey is too faint to be read by everybody
+        greys = (f"body_text_color_subdued{shade}", f"block_info_text_color{shade}")
+        theme.set(**dict.fromkeys(greys, f"*neutral_{number}"))
+    # Gradio asks its own server whether it is there, and a proxy could not tell
+    known = os.environ.get("no_proxy") or os.environ.get("NO_PROXY")
+    os.environ["no_proxy"] = ",".join(filter(None, [known, "127.0.0.1", "localhost"]))
+    address = options.get("server_name") or os.environ.get("GRADIO_SERVER_NAME") or "127.0.0.1"
+    local = is_local(address)
+    middleware = [
+        Middleware(TrustedHostMiddleware, allowed_hosts=[*LOOPBACK, address] if local else ["*"]),
+        Middleware(Guard, page=page, folder=upload_folder(), local=local),
+    ]
+    page.queue(default_concurrency_limit=4, max_size=WAITING, api_open=False).launch(
+        theme=theme,
+        css_paths=TEMPLATES / "page.css",
+        footer_links=[],
+        share=False,
+        ssr_mode=False,
+        quiet=True,
+        max_file_size=MOST_UPLOADED,
+        state_session_capacity=SESSIONS,
+        app_kwargs={"middleware": middleware},
+        **options,
+    )
+
+
+def serve(name: str, port: int = 7860, examples: str | None = None) -> None:
+    """Serve the page of a model on this machine until it is interrupted.
+
+    Args:
+        name: Folder or Hub id of a calibrated model.
+        port: Where to listen on 127.0.0.1.
+        examples: Folder of example images.
+    """
+    if not 0 < port < 65536:
+        raise ValueError(f"--port {port} must lie in 1 to 65535, e.g. 7860.")
+    with socket.socket() as probe:  # found before the model is loaded
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            probe.bind(("127.0.0.1", port))
+        except OSError as error:
+            raise OSError(f"--port {port} cannot be used ({error.strerror}); name another, e.g. {port + 1}.") from None
+    answers = Answers(load_classifier(name))
+    with chosen_examples(answers, examples) as chosen:
+        page = build_page(answers, title_of(name), chosen)
+        launch(page, server_name="127.0.0.1", server_port=port, prevent_thread_lock=True)
+        print(f"http://127.0.0.1:{port} shows {name}; Ctrl-C ends it.", flush=True)
+        try:
+            while True:
+                time.sleep(3600)
+        finally:
+            page.close(verbose=False)
+
+
+def title_of(name: str) -> str:
+    """What to call a model: its folder, or its id on the Hub."""
+    return Path(name).resolve().name if Path(name).is_dir() else name
