@@ -355,7 +355,7 @@ def save_details(config: Any, folder: str | Path) -> None:
         path.unlink(missing_ok=True)
 
 
-def load_details(config: Any, name: str | Path, **hub: Any) -> None:
+def load_details(config: Any, name: str | Path, /, **hub: Any) -> None:
     """Add what calibration.json beside a config.json holds to the config, if it is of the same classes.
 
     Args:

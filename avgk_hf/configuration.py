@@ -116,7 +116,9 @@ class AvgKConfig(PreTrainedConfig):
             raise ValueError(f"config.train_counts has {len(self.train_counts)} values for {self.num_labels} classes.")
         if any(isinstance(count, bool) or count < 0 for count in self.train_counts or ()):
             raise ValueError(f"config.train_counts={self.train_counts!r} must hold whole numbers >= 0.")
-        Calibration.of(self)  # refuses what was edited or damaged
+        calibration = Calibration.of(self)  # refuses what was edited or damaged
+        if calibration.ks:
+            calibration.head()  # refuses where none was chosen
 
     @classmethod
     def from_dict(cls, config_dict: dict[str, Any], **kwargs: Any) -> "AvgKConfig":
@@ -280,13 +282,16 @@ def _in_file(path: Path, error: Exception) -> ValueError:
 def readable_json(content: dict[str, Any]) -> str:
     """JSON for a person: every field on a line of its own, with what it holds if that is short.
 
-    >>> labels = {str(i): f"class {i}" for i in range(9)}
-    >>> print(readable_json({"thresholds": {"2": 0.1, "1": 0.5}, "id2label": labels}))  # doctest: +ELLIPSIS
+    >>> print(readable_json({"thresholds": {"2": 0.1, "1": 0.5}, "labels": ["a rather long name"] * 6}), end="")
     {
-      "id2label": {
-        "0": "class 0",
-        ...
-      },
+      "labels": [
+        "a rather long name",
+        "a rather long name",
+        "a rather long name",
+        "a rather long name",
+        "a rather long name",
+        "a rather long name"
+      ],
       "thresholds": {"1": 0.5, "2": 0.1}
     }
     """

@@ -32,8 +32,8 @@ from .data import align_labels
 from .evaluation import Evaluation, run_model
 from .files import copy_file, replacing, write_text
 from .modeling import AvgKForImageClassification, processor_config
-from .runs import check_output_dir
 from .questions import Question
+from .runs import check_output_dir
 from .sets import SCORES, k_key
 
 logger = logging.getLogger(__name__)

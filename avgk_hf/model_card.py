@@ -12,10 +12,10 @@ from transformers import TrainerCallback
 from .calibration import Calibration
 from .checks import read_json
 from .configuration import AvgKConfig
-from .conformal import METHODS, describe, question_name
+from .conformal import METHODS, describe_coverage, question_name
 from .losses import LOSSES
 from .modeling import check_folder
-from .sets import HEADS, k_key
+from .sets import k_key
 
 TEMPLATE = Path(__file__).with_name("model_card_template.md")
 CALIBRATED = "This model was not trained for sets: a classifier that existed already was calibrated with avgk_hf."

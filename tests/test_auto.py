@@ -5,6 +5,7 @@ import sys
 from pathlib import Path
 
 import pytest
+
 from avgk_hf.calibration import Calibration
 
 LIGHT = "import sys, avgk_hf\nassert not {'torch', 'transformers', 'timm', 'datasets', 'numpy'} & set(sys.modules)\n"

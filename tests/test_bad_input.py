@@ -20,6 +20,7 @@ import numpy as np
 import pytest
 import torch
 import yaml
+from asking import threshold
 from datasets import ClassLabel, Dataset, DatasetDict, Features, Value
 from datasets import Image as ImageFeature
 from huggingface_hub import ModelCard
@@ -706,9 +707,9 @@ def test_bad_config_values(case, tmp_path):
 
 
 def test_config_values_that_are_fine():
-    assert AvgKConfig(num_labels=6, score="logit", thresholds={"2": -3.5}).threshold(2) == -3.5
+    assert threshold(AvgKConfig(num_labels=6, score="logit", thresholds={"2": -3.5}), 2) == -3.5
     for lambda_val in (0, 0.0, 1, 1.0, 1e-45):
-        assert AvgKConfig(num_labels=6, thresholds={"2": lambda_val, "1.5": 0.5}).threshold(2) == lambda_val
+        assert threshold(AvgKConfig(num_labels=6, thresholds={"2": lambda_val, "1.5": 0.5}), 2) == lambda_val
     assert AvgKConfig(num_labels=6, something_else=3).something_else == 3  # as transformers does
     config = AvgKConfig(num_labels=6, train_counts=[0, 1, 2, 3, 4, 5])
     assert AvgKConfig.from_dict(config.to_dict()).train_counts == [0, 1, 2, 3, 4, 5]

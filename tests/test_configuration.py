@@ -4,6 +4,7 @@ import json
 import math
 
 import pytest
+from asking import threshold
 from transformers import AutoConfig, PreTrainedConfig
 
 from avgk_hf import AvgKConfig
@@ -25,14 +26,15 @@ FIELDS = {
 LAMBDAS = {"ml": {3.0: 0.1, 1.5: 0.4, 2: 0.3}, "sccp": {2: 0.2, 1.5: 0.5, 3.0: 0.15}}
 CHOSEN = {2: "sccp", 3.0: "ml", 1.5: "ml"}
 COVERAGE = {"num_examples": 30, "lac": {"0.9": 0.1}}
-RECORD = {"num_examples": 30, "split": "validation", "head": "sccp", "curve": []}
-CARRIED = ("thresholds", "heads", "head_thresholds", "coverage", "calibration")
+RECORD = {"num_examples": 30, "split": "validation", "head": "sccp"}
+CURVE = [[1.5, 0.45, 1.5, 0.5, 0.5], [3, 0.1, 3, 0.75, 0.75]]
+CARRIED = ("thresholds", "heads", "calibration")
 
 
 def calibrated(**fields):
     config = AvgKConfig(num_labels=6, **{**FIELDS, **fields})
     own = {k: LAMBDAS[head][k] for k, head in CHOSEN.items()}
-    Calibration.store(config, own, RECORD, heads=CHOSEN, head_thresholds=LAMBDAS, coverage=COVERAGE)
+    Calibration.store(config, own, RECORD, heads=CHOSEN, head_thresholds=LAMBDAS, coverage=COVERAGE, curve=CURVE)
     return config
 
 
@@ -42,17 +44,13 @@ def test_a_calibration_is_stored_as_plain_text_and_numbers():
     assert list(config.heads.items()) == [("1.5", "ml"), ("2", "sccp"), ("3", "ml")]
     ascending = {"ml": [("1.5", 0.4), ("2", 0.3), ("3", 0.1)], "sccp": [("1.5", 0.5), ("2", 0.2), ("3", 0.15)]}
     assert {head: list(values.items()) for head, values in config.calibration["head_thresholds"].items()} == ascending
-    assert Calibration.of(config).coverage == COVERAGE and config.calibration == RECORD
-    assert (
-        Calibration.of(config).threshold(),
-        Calibration.of(config).threshold(3),
-        Calibration.of(config).head(),
-        Calibration.of(config).head(3),
-    ) == (0.2, 0.1, "sccp", "ml")
+    found = Calibration.of(config)
+    assert (found.coverage, found.curve, found.source) == (COVERAGE, CURVE, RECORD)
+    assert (found.threshold(), found.threshold(3), found.head(), found.head(3)) == (0.2, 0.1, "sccp", "ml")
+    config.head = "ml"
     Calibration.store(config, {2: 1}, {"num_examples": 7})
     assert config.thresholds == {"2": 1.0} and type(config.thresholds["2"]) is float
-    assert (config.heads, config.calibration["head_thresholds"], Calibration.of(config).coverage) == ({}, {}, {})
-    assert config.calibration == {"num_examples": 7}
+    assert config.heads == {} and config.calibration == {"num_examples": 7}
     config = calibrated()
     Calibration.drop(config)
     fresh = AvgKConfig(num_labels=6)
@@ -62,7 +60,7 @@ def test_a_calibration_is_stored_as_plain_text_and_numbers():
 def test_every_field_comes_back_from_a_file(tmp_path):
     config = calibrated()
     config.save_pretrained(tmp_path)
-    assert [path.name for path in tmp_path.iterdir()] == ["config.json"]
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["calibration.json", "config.json"]
     for loaded in (AvgKConfig.from_pretrained(tmp_path), AutoConfig.from_pretrained(tmp_path)):
         for name in (*FIELDS, *CARRIED):
             assert getattr(loaded, name) == getattr(config, name), name
@@ -79,8 +77,11 @@ def test_every_field_comes_back_from_a_file(tmp_path):
 
 
 def test_a_name_that_is_no_folder_is_left_to_transformers(monkeypatch):
-    monkeypatch.setattr(PreTrainedConfig, "from_pretrained", classmethod(lambda *args, **kwargs: (args, kwargs)))
-    assert AvgKConfig.from_pretrained("some/repo", revision="x") == ((AvgKConfig, "some/repo"), {"revision": "x"})
+    asked, config = [], AvgKConfig()
+    take = classmethod(lambda *args, **kwargs: asked.append((args, kwargs)) or config)
+    monkeypatch.setattr(PreTrainedConfig, "from_pretrained", take)
+    assert AvgKConfig.from_pretrained("some/repo", revision="x") is config
+    assert asked == [((AvgKConfig, "some/repo"), {"revision": "x"})]
 
 
 def test_what_other_readers_need_is_written_though_it_is_the_default(tmp_path):
@@ -194,15 +195,27 @@ def test_remote_code_keeps_plain_hyperparameters(monkeypatch):
         ({"train_counts": [1] * 5 + [True]}, r"config\.train_counts=.* is of the wrong type"),
         ({"thresholds": {"2": 1.5}}, r"config\.thresholds\['2'\]=1\.5 is no probability"),
         ({"thresholds": {"6": 0.5}}, r"config\.thresholds has the key '6'"),
-        ({"head_thresholds": {"auto": {"2": 0.5}}}, r"calibration\.head_thresholds has the key 'auto'; choose among"),
         (
-            {"head_thresholds": {"ml": {"2": 1.5}}},
+            {"calibration": {"head_thresholds": {"auto": {"2": 0.5}}}},
+            "head_thresholds has the key 'auto'; choose",
+        ),
+        (
+            {"calibration": {"head_thresholds": {"ml": {"2": 1.5}}}},
             r"calibration\.head_thresholds\['ml'\]\['2'\]=1\.5 is no probability",
         ),
-        ({"head_thresholds": {"ml": {"6": 0.5}}}, r"calibration\.head_thresholds\['ml'\] has the key '6'"),
-        ({"coverage": {"lac": {"0.9": 1.5}}}, r"calibration\.coverage\['lac'\]\['0\.9'\]=1\.5 is no probability"),
-        ({"coverage": {"class_counts": [1] * 5}}, r"calibration\.coverage\['class_counts'\] must hold 6"),
-        ({"head": "auto", "thresholds": {"2": 0.5}}, r"config\.heads\['2'\]=None; choose among \['ml', 'sccp'"),
+        (
+            {"calibration": {"head_thresholds": {"ml": {"6": 0.5}}}},
+            r"head_thresholds\['ml'\] has the key '6'",
+        ),
+        (
+            {"calibration": {"coverage": {"lac": {"0.9": 1.5}}}},
+            r"coverage\['lac'\]\['0\.9'\]=1\.5 is no probability",
+        ),
+        (
+            {"calibration": {"coverage": {"class_counts": [1] * 5}}},
+            r"coverage\['class_counts'\] must hold 6",
+        ),
+        ({"head": "auto", "thresholds": {"2": 0.5}}, "head='auto', and no head was chosen"),
         ({"head": "auto", "thresholds": {"2": 0.5}, "heads": {"2": "auto"}}, r"config\.heads\['2'\]='auto'; choose"),
         ({"treshold": {}}, r"config\.treshold is no field of AvgKConfig\. Did you mean 'thresholds'\?"),
         ({"Objective": "ce"}, r"config\.Objective is no field of AvgKConfig\. Did you mean 'objective'\?"),
@@ -229,11 +242,14 @@ def test_what_is_fine():
     config = AvgKConfig(num_labels=6, something_else=3, output_hidden_states=True)  # as transformers does
     assert AvgKConfig(heading=1).heading == 1  # not near enough to a field
     assert config.something_else == 3 and config.output_hidden_states
-    assert AvgKConfig(num_labels=6, score="logit", thresholds={"2": -3.5}).threshold(2) == -3.5
+    assert threshold(AvgKConfig(num_labels=6, score="logit", thresholds={"2": -3.5}), 2) == -3.5
     logit = AvgKConfig(
-        num_labels=6, score="logit", head_thresholds={"ml": {"2": -3.5}}, coverage={"lac": {"0.9": -3.5}}
+        num_labels=6,
+        score="logit",
+        calibration={"head_thresholds": {"ml": {"2": -3.5}}, "coverage": {"lac": {"0.9": -3.5}}},
     )
-    assert logit.head_thresholds["ml"]["2"] == logit.coverage["lac"]["0.9"] == -3.5
+    found = Calibration.of(logit)
+    assert found.thresholds["ml"][2] == found.coverage["lac"]["0.9"] == -3.5
     assert AvgKConfig(score="sigmoid").problem_type == "multi_label_classification"
     assert AvgKConfig().problem_type is None
     assert AvgKConfig(num_labels=2, train_counts=[0, 0]).train_counts == [0, 0]

@@ -8,11 +8,11 @@ import shutil
 import sys
 import types
 from fractions import Fraction
-from types import SimpleNamespace
 
 import numpy as np
 import pytest
 import torch
+from asking import Config, answer, resolve, threshold
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from mapie.classification import SplitConformalClassifier
@@ -25,24 +25,20 @@ from avgk_hf.calibration import Calibration
 from avgk_hf.classifiers import load_classifier, model_scores, transform_for
 from avgk_hf.cli import main
 from avgk_hf.conformal import (
-    answer,
     check_coverage,
     check_level,
-    check_request,
     conformal_quantile,
     conformal_rank,
     coverage_record,
-    describe,
+    describe_coverage,
     enough_images,
     level_key,
     question_name,
-    recorded_levels,
-    stored_coverage,
 )
 from avgk_hf.evaluation import evaluate, watch
 from avgk_hf.export import export_onnx
 from avgk_hf.model_card import render_card
-from avgk_hf.sets import average_k_threshold, ranked_mass, ranked_sets, stored_threshold
+from avgk_hf.sets import average_k_threshold, ranked_mass, ranked_sets
 from avgk_hf.statistics import SetStatistics, curve_ks
 from conftest import CLASSES, save_vit
 
@@ -56,7 +52,7 @@ def calibrated(scores, labels, levels, per_class=False, batch=64):
     for rows, row_labels in zip(scores.split(batch), labels.split(batch), strict=True):
         stats.update(rows, row_labels)
     record = stats.coverage(levels, per_class, k=K_REG)
-    return SimpleNamespace(num_labels=scores.shape[1], coverage=json.loads(json.dumps(record)))
+    return Config(num_labels=scores.shape[1], coverage=json.loads(json.dumps(record)))
 
 
 def synthetic(n, classes, generator, spread=None):
@@ -78,9 +74,7 @@ def nonconformity(row, j, method):
     order = sorted(range(len(row)), key=lambda i: (-row[i], i))
     place = order.index(j) + 1
     sums = np.cumsum([row[i] for i in order])
-    return (sums[place - 2] / sums[-1] if place > 1 else 0.0) + (
-        PENALTY * max(0, place - K_REG) if method == "raps" else 0.0
-    )
+    return (sums[place - 2] if place > 1 else 0.0) + (PENALTY * max(0, place - K_REG) if method == "raps" else 0.0)
 
 
 def brute_force(rows, labels, new, level, method):
@@ -175,7 +169,7 @@ def test_the_record_in_full():
     """Every number of it, for images whose nonconformities are in order."""
     true, ranks = np.arange(1, 11) / 16, np.array([5, 4, 4, 3, 3, 2, 2, 1, 1, 0])
     mass, labels = 1 - np.arange(1, 11) / 16, np.array([0, 0, 0, 1, 1, 1, 1, 1, 2, 2])
-    record = coverage_record(true, [0.8, 0.5, 0.99, 0.8], mass, ranks, labels, 4, k_reg=2, penalty=0.5)
+    record = coverage_record(true, [0.8, 0.5, 0.99, 0.8], mass, ranks, labels, 4, k=2.4, penalty=0.5)
     regularised = sorted(m + 0.5 * max(0, r + 1 - 2) for m, r in zip(mass, ranks, strict=True))
     assert record == {
         "num_examples": 10,
@@ -198,52 +192,62 @@ def test_the_record_in_full():
     assert part == {"own": {"2": 5 / 16}, "pooled": 1 / 16, "pooled_from": "rare"}
     default = coverage_record(true, [0.5], mass, ranks)
     assert (default["k_reg"], default["penalty"]) == (1, 0.01)
-    assert describe(record) == {
+    assert describe_coverage(record) == {
         "0.5": "lac, aps, raps, per class (1 of 4 with too few images share the threshold of all)",
         "0.8": "lac, aps, raps, per class (3 of 4 with too few images share one threshold)",
     }
     part = {"own": {"0": 0.1, "1": 0.2}, "pooled": 0.1, "pooled_from": "all"}
-    assert describe({"lac": {"0.5": 0.1}, "class_counts": [3, 3], "per_class": {"0.5": part}}) == {
+    assert describe_coverage({"lac": {"0.5": 0.1}, "class_counts": [3, 3], "per_class": {"0.5": part}}) == {
         "0.5": "lac, per class"
     }
-    assert describe({"lac": {"0.5": 0.1, "0.9": 0.1}, "aps": {"0.9": 1}}) == {"0.5": "lac", "0.9": "lac, aps"}
-    assert describe({}) == {}
+    assert describe_coverage({"lac": {"0.5": 0.1, "0.9": 0.1}, "aps": {"0.9": 1}}) == {"0.5": "lac", "0.9": "lac, aps"}
+    assert describe_coverage({}) == {}
+
+
+def stored(config, level, method="lac", per_class=False):
+    """The threshold of a coverage, as it was recorded."""
+    found = resolve(config, coverage=level, method=method, per_class=per_class)
+    if per_class:
+        return [float(value) for value in found.inside.args[0]]
+    return found.lambda_val if method == "lac" else found.most
+
+
+def levels(config, *how, **named):
+    return Calibration.of(config).levels(*how, **named)
 
 
 def test_whose_coverage_it_is():
-    """That of the level, method and head that are asked for; damage elsewhere in the record does not matter."""
-    part = {"own": {"0": 0.1, "2": 0.3}, "pooled": 0.2, "pooled_from": "rare"}
+    """That of the level, method and head that are asked for."""
+    part = {"own": {"0": 0.125, "2": 0.375}, "pooled": 0.25, "pooled_from": "rare"}
     record = {"lac": {"0.95": 0.1, "0.9": 0.2}, "aps": {"0.9": 0.8}, "raps": {"0.9": 0.9}, "k_reg": 1, "penalty": 0.1}
     record |= {"class_counts": [9, 0, 9], "per_class": {"0.9": part}}
-    config = SimpleNamespace(num_labels=3, coverage=record)
-    assert stored_coverage(config, 0.9) == 0.2 and stored_coverage(config, 0.95) == 0.1
-    assert [stored_coverage(config, 0.9, method) for method in METHODS] == [0.2, 0.8, 0.9]
-    assert stored_coverage(config, 0.9, per_class=True) == [0.1, 0.2, 0.3]
-    assert check_request(config, coverage=0.9, method="aps") == ("aps", 0.8)
-    assert check_request(config, coverage=0.9, per_class=True) == ("scores", [0.1, 0.2, 0.3])
-    assert recorded_levels(config) == [0.9, 0.95] and recorded_levels(config, "aps") == [0.9]
-    assert recorded_levels(config, per_class=True) == recorded_levels(config, "raps") == [0.9]
-    only = SimpleNamespace(num_labels=3, coverage={name: record[name] for name in ("class_counts", "per_class")})
-    assert recorded_levels(only, per_class=True) == [0.9] and recorded_levels(only) == []
-    assert recorded_levels(SimpleNamespace(num_labels=3)) == recorded_levels(SimpleNamespace(coverage=[1])) == []
-    damaged = SimpleNamespace(num_labels=3, coverage={**record, "lac": {"0.95": 7, "0.9": 0.2}, "aps": {"0.9": "x"}})
-    assert stored_coverage(damaged, 0.9) == 0.2 and recorded_levels(damaged) == [0.9]
-    for method, level in (("lac", 0.95), ("aps", 0.9)):
+    config = Config(num_labels=3, coverage=record)
+    assert stored(config, 0.9) == 0.2 and stored(config, 0.95) == 0.1
+    assert [stored(config, 0.9, method) for method in METHODS] == [0.2, 0.8, 0.9]
+    assert stored(config, 0.9, per_class=True) == [0.125, 0.25, 0.375]
+    assert levels(config) == [0.9, 0.95] and levels(config, "aps") == [0.9]
+    assert levels(config, per_class=True) == levels(config, "raps") == [0.9]
+    only = Config(num_labels=3, coverage={name: record[name] for name in ("class_counts", "per_class")})
+    assert levels(only, per_class=True) == [0.9] and levels(only) == []
+    assert levels(Config(num_labels=3)) == []
+    for damaged in ({**record, "lac": {"0.95": 7, "0.9": 0.2}}, {**record, "aps": {"0.9": "x"}}):
         with pytest.raises(ValueError, match=r"calibration\.coverage\["):
-            stored_coverage(damaged, level, method)
-    with pytest.raises(ValueError, match=r"config\.coverage=\[1\] must be a mapping"):
-        stored_coverage(SimpleNamespace(num_labels=3, coverage=[1]), 0.9)
+            stored(Config(num_labels=3, coverage=damaged), 0.9)
+    with pytest.raises(ValueError, match=r"calibration\.coverage=\[1\] must be a mapping"):
+        stored(Config(num_labels=3, coverage=[1]), 0.9)
     with pytest.raises(ValueError, match=r"only 0\.9, 0\.95: ask for one of these, or calibrate .*takes 1 validation"):
-        stored_coverage(config, 0.5)
+        stored(config, 0.5)
     with pytest.raises(ValueError, match=r"not recorded with method='aps', only 0\.9: .*--coverage 0\.95`"):
-        stored_coverage(config, 0.95, "aps")
-    other = SimpleNamespace(num_labels=3, coverage=record, head="sccp", calibration={"head": "ml"})
+        stored(config, 0.95, "aps")
+    other = Config(num_labels=3, coverage=record, head="sccp", calibration={"head": "ml"})
     with pytest.raises(ValueError, match="calibrated for head='ml', and now 'sccp' answers"):
-        stored_coverage(other, 0.9)
-    assert recorded_levels(other) == []
-    other.calibration = {"head": "sccp"}
-    assert stored_coverage(other, 0.9) == 0.2 and recorded_levels(other) == [0.9, 0.95]
-    assert stored_coverage(SimpleNamespace(num_labels=3, score="logit", coverage={"lac": {"0.9": -3.5}}), 0.9) == -3.5
+        stored(other, 0.9)
+    assert levels(other) == []
+    other.keep(head="sccp")
+    assert stored(other, 0.9) == 0.2 and levels(other) == [0.9, 0.95]
+    assert stored(Config(num_labels=3, score="logit", coverage={"lac": {"0.9": -3.5}}), 0.9) == -3.5
+    for kind in ("sigmoid", "logit"):
+        assert levels(Config(num_labels=3, score=kind, coverage=record), "aps") == []
 
 
 def test_a_record_that_is_in_order():
@@ -251,10 +255,10 @@ def test_a_record_that_is_in_order():
     part = {"own": {"0": 0, "5": 1}, "pooled": 1, "pooled_from": "all"}
     record = {"num_examples": 0, "k_reg": 6, "penalty": 0, "class_counts": [0] * 6, "lac": {"0.9": 0, "0.5": 1}}
     record |= {"aps": {"0.9": 7.5}, "raps": {"0.9": -1}, "per_class": {"0.9": part}}
-    check_coverage(record, 6, "softmax")
-    check_coverage({"lac": {"0.9": -7}}, 6, "logit")
-    check_coverage({**record, "per_class": {"0.9": {**part, "own": {"0": 7}, "pooled": -7}}}, 6, "logit")
-    check_coverage({}, 6, "softmax")
+    check_coverage(record, 6, True)
+    check_coverage({"lac": {"0.9": -7}}, 6, False)
+    check_coverage({**record, "per_class": {"0.9": {**part, "own": {"0": 7}, "pooled": -7}}}, 6, False)
+    check_coverage({}, 6, True)
     for changed, message in (
         ({"k_reg": 7}, r"calibration\.coverage\['k_reg'\]=7 must be a number >= 0, and whole"),
         ({"k_reg": -1}, r"\['k_reg'\]=-1 must be"),
@@ -273,18 +277,18 @@ def test_a_record_that_is_in_order():
         ({"aps": {"0.9": "x"}}, r"\['aps'\]\['0\.9'\]='x' is not a finite number"),
     ):
         with pytest.raises(ValueError, match=message):
-            check_coverage({**record, **changed}, 6, "softmax")
+            check_coverage({**record, **changed}, 6, True)
     for left_out, message in (
         ("k_reg", "'raps' without k_reg and penalty"),
         ("penalty", "'raps' without k_reg and penalty"),
         ("class_counts", "'per_class' without class_counts"),
     ):
         with pytest.raises(ValueError, match=message):
-            check_coverage({name: part for name, part in record.items() if name != left_out}, 6, "softmax")
+            check_coverage({name: part for name, part in record.items() if name != left_out}, 6, True)
 
 
 def test_questions_at_the_borders():
-    scores, config = torch.tensor([[0.5, 0.25, 0.125, 0.125]]), SimpleNamespace(num_labels=4, thresholds={"1": 0.25})
+    scores, config = torch.tensor([[0.5, 0.25, 0.125, 0.125]]), Config(num_labels=4, thresholds={"1": 0.25})
     assert answer(scores, config).int().tolist() == answer(scores, config, k=1).int().tolist() == [[1, 1, 0, 0]]
     assert answer(scores, config, lambda_val=0.5).int().tolist() == [[1, 0, 0, 0]]
     assert answer(scores, config, cumulative=0.75).int().tolist() == [[1, 1, 0, 0]]  # reached, so no further class
@@ -293,30 +297,29 @@ def test_questions_at_the_borders():
     assert answer(scores, config, min_size=4).all() and answer(scores, config, lambda_val=0, max_size=10**30).all()
     assert answer(scores, config, lambda_val=0, max_size=0).sum() == 0
     assert answer(scores, config, lambda_val=0, min_size=2, max_size=2).int().tolist() == [[1, 1, 0, 0]]
-    assert check_request(config) == ("scores", 0.25) and check_request(config, lambda_val=-1) == ("scores", -1)
-    assert check_request(config, cumulative=1) == ("cumulative", 1)
-    assert check_request(config, max_size=0) == ("scores", 0.25)
+    assert resolve(config).lambda_val == resolve(config, max_size=0).lambda_val == 0.25
+    assert resolve(config, lambda_val=-1).lambda_val == -1 and resolve(config, cumulative=1).most == 1
     for how, name in (({"method": "aps"}, "method='aps'"), ({"per_class": True}, "per_class")):
         with pytest.raises(ValueError, match=f"^{name} says how a coverage is reached: give one too"):
-            check_request(config, **how)
+            resolve(config, **how)
     record = {"raps": {"0.5": 0.75}, "aps": {"0.5": 0.75}, "k_reg": 2, "penalty": 0.25}
-    config.coverage = record  # before the classes stand 0, 0.5, 0.75, 0.875
+    config.keep(coverage=record)  # before the classes stand 0, 0.5, 0.75, 0.875
     assert answer(scores, config, coverage=0.5, method="aps").int().tolist() == [[1, 1, 1, 0]]
     assert answer(scores, config, coverage=0.5, method="raps").int().tolist() == [[1, 1, 0, 0]]
-    record["raps"]["0.5"] = 1.0  # 0.75 + 0.25 for the third
+    config.keep(coverage={**record, "raps": {"0.5": 1.0}})  # 0.75 + 0.25 for the third
     assert answer(scores, config, coverage=0.5, method="raps").int().tolist() == [[1, 1, 1, 0]]
-    record |= {"raps": {"0.5": 0.75 + 0.1}, "penalty": 0.1}  # in double precision
+    config.keep(coverage={**record, "raps": {"0.5": 0.75 + 0.1}, "penalty": 0.1})  # in double precision
     assert answer(scores, config, coverage=0.5, method="raps").int().tolist() == [[1, 1, 1, 0]]
     for question in ({"min_size": True}, {"max_size": -1}, {"max_size": False}, {"min_size": 1.0}):
         with pytest.raises(ValueError, match=r"(min|max)_size=.* must be a whole number of classes"):
-            check_request(config, **question)
+            resolve(config, **question)
 
 
 @settings(max_examples=60, deadline=None)
 @given(st.integers(2, 9), st.integers(0, 2**31), st.floats(0.05, 1.0), st.integers(0, 2), st.integers(2, 4))
 def test_cumulative_probability_and_bounds(classes, seed, share, least, most):
     scores, _ = synthetic(12, classes, torch.Generator().manual_seed(seed))
-    config, least = SimpleNamespace(num_labels=classes), min(least, classes)
+    config, least = Config(num_labels=classes), min(least, classes)
     sets = ranked_sets(scores, answer(scores, config, cumulative=share))
     bounded = ranked_sets(scores, answer(scores, config, cumulative=share, min_size=least, max_size=most))
     for row, found, within in zip(scores.double().tolist(), sets, bounded, strict=True):
@@ -331,7 +334,7 @@ def test_at_most_keeps_the_best_of_a_set_with_holes():
     """Thresholds per class may leave out a class that scores higher than one they take."""
     part = {"own": {"0": 0.9}, "pooled": 0.1, "pooled_from": "rare"}
     record = {"lac": {"0.5": 0.3}, "class_counts": [9, 0, 0, 0], "per_class": {"0.5": part}}
-    config = SimpleNamespace(num_labels=4, coverage=record)
+    config = Config(num_labels=4, coverage=record)
     scores = torch.tensor([[0.4, 0.3, 0.2, 0.1]])
     ask = {"coverage": 0.5, "per_class": True}
     assert ranked_sets(scores, answer(scores, config, **ask)) == [[1, 2, 3]]
@@ -527,7 +530,7 @@ def test_raps_agrees_with_mapie_but_for_its_last_class(level):
         stats.column("true"), [level], stats.column("mass"), stats.column("rank"), k_reg=k_reg, penalty=penalty
     )
     assert record["raps"][level_key(level)] == pytest.approx(raps.quantiles_[0], abs=1e-7)
-    new, config = torch.from_numpy(wide[700:]), SimpleNamespace(num_labels=12, coverage=record)
+    new, config = torch.from_numpy(wide[700:]), Config(num_labels=12, coverage=record)
     ours = answer(new, config, coverage=level, method="raps").numpy()
     order, mass = ranked_mass(new)
     before = mass + penalty * (torch.arange(12) - k_reg).clamp(min=0)  # with the penalty of the class before
@@ -599,14 +602,14 @@ def test_interpolated_thresholds_give_about_k_classes(kind, recorded):
     logits = torch.randn(1500, 60, generator=torch.Generator().manual_seed(0)) * 2
     scores = logits.softmax(1) if kind == "softmax" else logits
     thresholds = {str(k): average_k_threshold(scores, k) for k in recorded}
-    config = SimpleNamespace(num_labels=60, thresholds=thresholds, score=kind)
+    config = Config(num_labels=60, thresholds=thresholds, score=kind)
     grid = np.linspace(recorded[0], recorded[-1], 25)
-    lambdas = [stored_threshold(config, k) for k in grid.tolist()]
+    lambdas = [threshold(config, k) for k in grid.tolist()]
     assert lambdas == sorted(lambdas, reverse=True)
     for k in grid.tolist():
         assert answer(scores, config, k=k).sum().item() / 1500 == pytest.approx(k, rel=0.06)
     for k in recorded:
-        assert check_request(config, k=k) == ("scores", thresholds[str(k)])
+        assert resolve(config, k=k).lambda_val == thresholds[str(k)]
     for k in (recorded[0] - 0.4, recorded[-1] + 0.01):
         if k >= 1:
             with pytest.raises(ValueError, match=rf"no threshold is stored.*\[{recorded[0]}, {recorded[-1]}\]"):
@@ -627,24 +630,23 @@ def test_heads_are_not_mixed_between_k():
     lambdas = {"ml": {"1": 0.8, "2": 0.4, "4": 0.2}, "sccp": {"1": 0.9, "2": 0.6, "4": 0.4}}
     chosen = {"1": "ml", "2": "ml", "4": "sccp"}
     own = {key: lambdas[head][key] for key, head in chosen.items()}
-    config = AvgKConfig(num_labels=6, k=2, head="auto", thresholds=own, heads=chosen, head_thresholds=lambdas)
-    assert (Calibration.of(config).head(2.5), Calibration.of(config).head(3), Calibration.of(config).head(3.5)) == (
-        "ml",
-        "ml",
-        "sccp",
+    config = AvgKConfig(
+        num_labels=6, k=2, head="auto", thresholds=own, heads=chosen, calibration={"head_thresholds": lambdas}
     )
-    assert Calibration.of(config).threshold(2.5) == pytest.approx(between(lambdas["ml"], 2.5))
-    assert Calibration.of(config).threshold(3.5) == pytest.approx(between(lambdas["sccp"], 3.5))
+    found = Calibration.of(config)
+    assert (found.head(2.5), found.head(3), found.head(3.5)) == ("ml", "ml", "sccp")
+    assert found.threshold(2.5) == pytest.approx(between(lambdas["ml"], 2.5))
+    assert found.threshold(3.5) == pytest.approx(between(lambdas["sccp"], 3.5))
     # the curve is that of one head
-    config.calibration = {"head": "ml", "curve": [[2, 0.4, 2, 1, 1], [2.5, 0.39, 2.5, 1, 1], [4, 0.2, 4, 1, 1]]}
-    assert Calibration.of(config).threshold(2.5) == 0.39 and Calibration.of(config).threshold(3) == pytest.approx(
-        between({"2.5": 0.39, "4": 0.2}, 3)
-    )
-    assert Calibration.of(config).threshold(3.5) == pytest.approx(between(lambdas["sccp"], 3.5))
-    config.calibration["head_thresholds"] = {}
+    curve = [[2, 0.4, 2, 1, 1], [2.5, 0.39, 2.5, 1, 1], [4, 0.2, 4, 1, 1]]
+    config.calibration = {"head": "ml", "curve": curve, "head_thresholds": lambdas}
+    found = Calibration.of(config)
+    assert found.threshold(2.5) == 0.39 and found.threshold(3) == pytest.approx(between({"2.5": 0.39, "4": 0.2}, 3))
+    assert found.threshold(3.5) == pytest.approx(between(lambdas["sccp"], 3.5))
+    config.calibration = {"head": "ml", "curve": curve}
     with pytest.raises(ValueError, match=r"no threshold is stored for k=3.5"):
-        Calibration.of(config).threshold(3.5)
-    assert Calibration.of(config).threshold(1.5) == pytest.approx(between(lambdas["ml"], 1.5))
+        threshold(config, 3.5)
+    assert threshold(config, 1.5) == pytest.approx(between(lambdas["ml"], 1.5))
 
 
 def test_another_head_does_not_get_the_thresholds_of_the_first():
@@ -652,14 +654,14 @@ def test_another_head_does_not_get_the_thresholds_of_the_first():
     coverage = {"num_examples": 30, "lac": {"0.9": 0.1}}
     lambdas = {"ml": {1: 0.8, 2: 0.4}, "sccp": {1: 0.9, 2: 0.6}}
     Calibration.store(config, lambdas["ml"], {"head": "ml"}, head_thresholds=lambdas, coverage=coverage)
-    assert (Calibration.of(config).threshold(), check_request(config, coverage=0.9)) == (0.4, ("scores", 0.1))
+    assert (threshold(config), resolve(config, coverage=0.9).lambda_val) == (0.4, 0.1)
     config.head = "sccp"
-    assert Calibration.of(config).threshold() == 0.6
+    assert threshold(config) == 0.6
     with pytest.raises(ValueError, match="coverage was calibrated for head='ml', and now 'sccp' answers: calibrate"):
-        check_request(config, coverage=0.9)
-    config.calibration["head_thresholds"] = {}
+        resolve(config, coverage=0.9)
+    config.calibration = {"head": "ml"}
     with pytest.raises(ValueError, match="are those of head='ml', and none is stored for 'sccp': calibrate"):
-        Calibration.of(config).threshold()
+        threshold(config)
 
 
 def test_a_head_that_is_set_later_gets_its_own_thresholds(make_model, tmp_path):
@@ -668,12 +670,12 @@ def test_a_head_that_is_set_later_gets_its_own_thresholds(make_model, tmp_path):
     lambdas = {"ml": {1: 0.5, 2: 0.3, 5: 0.1}, "sccp": {1: 0.45, 2: 0.2, 5: 0.02}}
     coverage = {"num_examples": 30, "lac": {"0.9": 0.1}}
     curve = [[1, 0.45, 1, 1, 1], [3, 0.15, 3, 1, 1], [5, 0.02, 5, 1, 1]]
-    record = {"num_examples": 30, "head": "sccp", "curve": curve}
+    record = {"num_examples": 30, "head": "sccp"}
     own = {k: lambdas[head][k] for k, head in chosen.items()}
 
     def model(head, record=record):
         found = make_model(head="auto")
-        Calibration.store(found.config, own, record, chosen, lambdas, coverage)
+        Calibration.store(found.config, own, record, chosen, lambdas, coverage, curve)
         found.config.head = head
         return found
 
@@ -682,9 +684,9 @@ def test_a_head_that_is_set_later_gets_its_own_thresholds(make_model, tmp_path):
         assert [Calibration.of(config).threshold(k) for k in (1, 2, 5)] == list(lambdas[head].values())
         middle = 3 if head == "sccp" else math.sqrt(10)
         assert Calibration.of(config).threshold(middle) == pytest.approx(between)
-        assert recorded_levels(config) == ([0.9] if head == "sccp" else [])
+        assert levels(config) == ([0.9] if head == "sccp" else [])
         # a record of earlier versions does not name the head: it is that of the model's own K
-        old = model(head, {"num_examples": 30, "curve": curve}).config
+        old = model(head, {"num_examples": 30}).config
         assert Calibration.of(old).threshold(middle) == pytest.approx(between)
         report = export_onnx(model(head), tmp_path / head)
         assert report["head"] == head and list(report["thresholds"].values()) == list(lambdas[head].values())
@@ -692,7 +694,7 @@ def test_a_head_that_is_set_later_gets_its_own_thresholds(make_model, tmp_path):
         assert kept.sccp_head is None and kept.config.head == kept.config.calibration["head"] == "ml"
         assert [Calibration.of(kept.config).threshold(k) for k in (1, 2, 5)] == list(lambdas[head].values())
         assert Calibration.of(kept.config).threshold(middle) == pytest.approx(between)
-        assert recorded_levels(kept.config) == ([0.9] if head == "sccp" else [])
+        assert levels(kept.config) == ([0.9] if head == "sccp" else [])
     assert model("ml").drop_sccp_head().Calibration.of(config).threshold(2) == 0.3
     assert make_model(head="sccp").drop_unused_head().config.calibration is None
     lost = make_model()
@@ -725,8 +727,8 @@ def test_the_points_of_the_curve_serve_between_the_recorded_sizes():
     stats = SetStatistics([1, 20], len(scores))
     stats.update(scores, labels)
     thresholds = {f"{k:g}": result["lambda_val"] for k, result in stats.compute().items()}
-    config = SimpleNamespace(num_labels=100, thresholds=thresholds, calibration={"curve": stats.curve()})
-    plain = SimpleNamespace(num_labels=100, thresholds=thresholds)
+    config = Config(num_labels=100, thresholds=thresholds, calibration={"curve": stats.curve()})
+    plain = Config(num_labels=100, thresholds=thresholds)
     for k in (3, 5, 7.3, 13):
         assert answer(scores, config, k=k).sum().item() / 2000 == pytest.approx(k, rel=0.04)
     assert answer(scores, plain, k=5).sum().item() / 2000 > 1.2 * 5
@@ -737,14 +739,13 @@ def test_the_points_of_the_curve_serve_between_the_recorded_sizes():
     assert not monitor.drifted
     for curve in ([[1]], [[2, "x"]], [3], [[2, -1.0]], [[10**400, 0.5]]):
         config.calibration = {"curve": curve}
-        with pytest.raises(ValueError, match=r"calibration\['curve'\]"):
-            stored_threshold(config, 5)
-        assert stored_threshold(config, 20) == thresholds["20"]
+        with pytest.raises(ValueError, match=r"calibration\.curve"):
+            threshold(config, 5)
 
 
 # ----------------------------------------------------------------------------------------------------- refusals
 
-ASKED = SimpleNamespace(
+ASKED = Config(
     num_labels=4,
     thresholds={"1": 0.5, "2": 0.2},
     coverage={"num_examples": 30, "lac": {"0.9": 0.1}, "aps": {"0.9": 0.99}},
@@ -790,14 +791,14 @@ def per_class(**part):
 
 def test_scores_that_do_not_sum_to_one():
     for kind in ("sigmoid", "logit"):
-        config = SimpleNamespace(**{**vars(ASKED), "score": kind})
+        config = Config(**{**vars(ASKED), "score": kind})
         with pytest.raises(ValueError, match=f"method='aps' sums probabilities, and score='{kind}'"):
-            check_request(config, coverage=0.9, method="aps")
+            resolve(config, coverage=0.9, method="aps")
         with pytest.raises(ValueError, match=f"cumulative=0.9 sums probabilities, and score='{kind}'"):
-            check_request(config, cumulative=0.9)
-        assert check_request(config, coverage=0.9) == ("scores", 0.1)
+            resolve(config, cumulative=0.9)
+        assert resolve(config, coverage=0.9).lambda_val == 0.1
     with pytest.raises(ValueError, match="not calibrated for any coverage: calibrate with `avgk calibrate MODEL"):
-        check_request(SimpleNamespace(num_labels=4), coverage=0.9)
+        resolve(Config(num_labels=4), coverage=0.9)
 
 
 @pytest.mark.parametrize(
@@ -834,10 +835,11 @@ def test_scores_that_do_not_sum_to_one():
 )
 def test_a_damaged_record_is_refused_by_name(coverage, message, tmp_path):
     with pytest.raises(ValueError, match=message):
-        AvgKConfig(num_labels=6, k=2, coverage=coverage)
-    good = AvgKConfig(num_labels=6, k=2).to_dict()
-    (tmp_path / "config.json").write_text(json.dumps({**good, "coverage": coverage}))
-    with pytest.raises(ValueError, match=f"config.json: .*{message}"):
+        AvgKConfig(num_labels=6, k=2, calibration={"coverage": coverage})
+    Calibration.store(good := AvgKConfig(num_labels=6, k=2), {2: 0.5}, {"num_examples": 30})
+    good.save_pretrained(tmp_path)
+    (tmp_path / "calibration.json").write_text(json.dumps({"num_labels": 6, "coverage": coverage}))
+    with pytest.raises(ValueError, match=f"calibration.json: .*{message}"):
         AvgKConfig.from_pretrained(tmp_path)
 
 
@@ -846,11 +848,14 @@ def test_the_record_goes_with_the_thresholds(tmp_path):
     config = AvgKConfig(num_labels=6, k=2)
     Calibration.store(config, {2: 0.1}, {}, coverage=record)
     config.save_pretrained(tmp_path)
-    assert AvgKConfig.from_pretrained(tmp_path).coverage == record
-    assert AvgKConfig.from_pretrained(tmp_path, num_labels=7).coverage == {}
+    assert Calibration.of(AvgKConfig.from_pretrained(tmp_path)).coverage == record
+    assert AvgKConfig.from_pretrained(tmp_path, num_labels=7).calibration is None
     Calibration.drop(config)
-    assert config.coverage == {}
-    assert AvgKConfig(num_labels=6, score="logit", coverage={"lac": {"0.9": -3.5}}).coverage
+    assert Calibration.of(config).coverage == {} and config.calibration is None
+    config.save_pretrained(tmp_path)
+    assert not (tmp_path / "calibration.json").exists()
+    logit = AvgKConfig(num_labels=6, score="logit", calibration={"coverage": {"lac": {"0.9": -3.5}}})
+    assert Calibration.of(logit).coverage
 
 
 # -------------------------------------------------------------------- the whole way: calibrate, save, ask, evaluate
@@ -1021,8 +1026,12 @@ def test_training_records_what_the_images_allow(make_trainer):
     trainer = make_trainer(num_train_epochs=1, eval_strategy="no", save_strategy="no", load_best_model_at_end=False)
     metrics = trainer.evaluate()
     config = trainer.model.config
-    assert list(config.coverage["lac"]) == list(config.coverage["raps"]) == ["0.9", "0.95"]
-    assert "per_class" not in config.coverage and not any("coverage" in name for name in metrics)
+    assert (
+        list(Calibration.of(config).coverage["lac"])
+        == list(Calibration.of(config).coverage["raps"])
+        == ["0.9", "0.95"]
+    )
+    assert "per_class" not in Calibration.of(config).coverage and not any("coverage" in name for name in metrics)
     again = trainer.evaluate(trainer.eval_dataset, metric_key_prefix="test")
     assert again["test_coverage_0.9"] >= 28 / 30
     assert again["test_coverage_0.95_size"] >= again["test_coverage_0.9_size"]
@@ -1035,7 +1044,7 @@ def test_training_records_what_the_images_allow(make_trainer):
         assert f"\n{row}\n" in card.partition("## Trade-off")[2]
     trainer.args.calibrate_coverage = []
     trainer.evaluate()
-    assert config.coverage == {} and config.thresholds
+    assert Calibration.of(config).coverage == {} and config.thresholds
 
 
 def test_levels_in_a_recipe(recipe):
@@ -1052,7 +1061,7 @@ def test_auto_head_records_the_coverage_of_its_own_k(make_model, splits, tmp_pat
     model = make_model(head="auto")
     evaluate(model, splits["validation"], [1, 3], calibrate=True, coverage=[0.9])
     assert Calibration.of(model.config).head() == "ml"
-    ml = model.config.coverage
+    ml = Calibration.of(model.config).coverage
     with torch.no_grad():  # the other head is the better one now
         for own, other in zip(model.ml_head.parameters(), model.sccp_head.parameters(), strict=True):
             own.copy_(other), other.copy_(torch.randn_like(other))
@@ -1063,7 +1072,7 @@ def test_auto_head_records_the_coverage_of_its_own_k(make_model, splits, tmp_pat
     fixed.load_state_dict(model.state_dict())
     evaluate(fixed, splits["validation"], [1, 3], calibrate=True, coverage=[0.9])
     assert head != "ml" and model.config.calibration["head"] == head
-    assert model.config.coverage == fixed.config.coverage != ml
+    assert Calibration.of(model.config).coverage == Calibration.of(fixed.config).coverage != ml
     assert model.config.calibration["curve"] == fixed.config.calibration["curve"]
     assert evaluate(model, splits["test"])["coverage_0.9"] == evaluate(fixed, splits["test"])["coverage_0.9"]
     assert f"with the head\n`{head}`, which answers for K = 2" in render_card("trees", model.config, {}, {}).content
@@ -1074,7 +1083,7 @@ def test_other_scores_the_whole_way(make_model, splits, image_folder, tmp_path, 
     """From the calibration to the pipeline, by size and by coverage; what sums probabilities is not recorded."""
     model = make_model(score=kind)
     evaluate(model, splits["validation"], [1, 3], calibrate=True, coverage=[0.9], per_class=True)
-    assert set(model.config.coverage) == {"num_examples", "lac", "class_counts", "per_class"}
+    assert set(Calibration.of(model.config).coverage) == {"num_examples", "lac", "class_counts", "per_class"}
     model.save_pretrained(tmp_path)
     classify = pipeline("average-k-image-classification", model=str(tmp_path))
     path = image_folder / "test" / "oak" / "0.png"

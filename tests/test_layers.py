@@ -8,17 +8,17 @@ import avgk_hf
 ROOT = Path(__file__).parent.parent
 PACKAGE = ROOT / "avgk_hf"
 LAYERS = [
-    {"checks", "files", "images", "plain_yaml", "shell"},
-    {"sets"},
-    {"conformal", "monitor", "densenet"},
-    {"backbones"},
-    {"configuration", "set_statistics", "pipeline"},
-    {"metrics", "processes"},
-    {"data", "modeling", "losses"},
-    {"auto", "training_args", "model_card", "hub", "runs"},
-    {"classifiers", "trainer", "report"},
+    {"checks", "files", "images", "plain_yaml", "processes", "shell"},
+    {"densenet", "sets"},
+    {"backbones", "conformal", "losses"},
+    {"questions"},
+    {"calibration", "statistics"},
+    {"configuration", "data", "metrics", "monitor"},
+    {"pipeline"},
+    {"modeling"},
+    {"auto", "classifiers", "hub", "model_card", "runs", "training_args"},
     {"evaluation"},
-    {"app", "export", "plots"},
+    {"app", "export", "plots", "report", "trainer"},
     {"train"},
     {"comparison", "demo", "sweep"},
     {"verdict"},
@@ -27,8 +27,8 @@ LAYERS = [
     {"cli"},
 ]
 REMOTE = {
-    "backbones", "checks", "configuration", "conformal", "densenet", "files", "images", "modeling", "monitor",
-    "pipeline", "sets",
+    "backbones", "calibration", "checks", "configuration", "conformal", "densenet", "files", "images", "modeling",
+    "monitor", "pipeline", "questions", "sets",
 }  # fmt: skip
 
 

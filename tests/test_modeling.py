@@ -11,8 +11,8 @@ import torch
 from safetensors.torch import load_file, save_file
 from transformers import AutoConfig, AutoImageProcessor, AutoModelForImageClassification
 
-from avgk_hf.calibration import Calibration
 from avgk_hf import AvgKConfig, AvgKForImageClassification
+from avgk_hf.calibration import Calibration
 from avgk_hf.losses import LOSSES, make_loss
 
 BACKBONES = ["test_resnet", "test_vit", "test_convnext", "test_efficientnet"]
@@ -226,27 +226,21 @@ def test_a_head_that_stays_keeps_what_was_calibrated_for_it(make_model):
     coverage, curve = {"num_examples": 30, "lac": {"0.9": 0.1}}, [[2, 0.2, 2, 1, 1], [3, 0.02, 3, 1, 1]]
 
     def model(head, recorded="sccp", heads=None):
-        found, record = make_model(head="auto"), {"num_examples": 30, "head": recorded, "curve": curve}
+        found, record = make_model(head="auto"), {"num_examples": 30, "head": recorded}
         chosen = heads or {2: "sccp", 3: "ml"}
-        Calibration.store(found.config, {k: lambdas[h][k] for k, h in chosen.items()}, record, chosen, lambdas, coverage)
+        own = {k: lambdas[head][k] for k, head in chosen.items()}
+        Calibration.store(found.config, own, record, chosen, lambdas, coverage, curve)
         found.config.head = head
         return found
 
     for head, recorded in (("ml", "ml"), ("ml", "sccp"), ("sccp", "ml"), ("sccp", "sccp")):
         kept = model(head, recorded).drop_unused_head().config
         own = {f"{k}": value for k, value in lambdas[head].items()}
-        assert (kept.thresholds, kept.head, kept.heads, kept.head_thresholds, kept.sccp_head) == (
-            own,
-            "ml",
-            {},
-            {},
-            False,
-        )
-        assert kept.coverage == (coverage if head == recorded else {})
-        expected = {"num_examples": 30, "head": "ml", "curve": curve if head == recorded else []}
-        assert kept.calibration == expected
+        assert (kept.thresholds, kept.head, kept.heads, kept.sccp_head) == (own, "ml", {}, False)
+        details = {"coverage": coverage, "curve": curve} if head == recorded else {}
+        assert kept.calibration == {"num_examples": 30, "head": "ml", **details}
     assert model("ml").drop_sccp_head().config.thresholds == {"2": 0.3, "3": 0.1}
-    assert model("ml", "ml").drop_sccp_head().Calibration.of(config).coverage == coverage
+    assert Calibration.of(model("ml", "ml").drop_sccp_head().config).coverage == coverage
     both = model("auto")
     assert (
         both.drop_unused_head() is both
@@ -307,8 +301,12 @@ def test_unknown_names_are_refused_with_near_ones():
         ("objective", "hinge", r"config.objective='hinge' is unknown; choose one of \['ce', 'avgk'"),
         ("score", "softmin", "config.score='softmin' is unknown"),
         ("head", "both", "config.head='both' is unknown"),
-        ("head_thresholds", {"both": {"2": 0.1}}, "calibration.head_thresholds has the key 'both'"),
-        ("head_thresholds", {"ml": {"2": float("nan")}}, r"calibration.head_thresholds\['ml'\]\['2'\]=nan"),
+        ("calibration", {"head_thresholds": {"both": {"2": 0.1}}}, "calibration.head_thresholds has the key 'both'"),
+        (
+            "calibration",
+            {"head_thresholds": {"ml": {"2": float("nan")}}},
+            r"head_thresholds\['ml'\]\['2'\]=nan",
+        ),
         ("hyperparameters", {"alpha": float("inf")}, r"config.hyperparameters\['alpha'\]=inf"),
         ("alpha", -1.0, r"config.hyperparameters\['alpha'\]=-1.0"),
         ("train_counts", [1, 2], "config.train_counts has 2 values for 6 classes"),

@@ -2,36 +2,29 @@
 
 import math
 import warnings
-from types import SimpleNamespace
 
 import numpy as np
 import pytest
 import torch
+from asking import Config, threshold
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
 
+from avgk_hf.calibration import Answer, Calibration
+from avgk_hf.checks import is_number
 from avgk_hf.sets import (
     AverageKThreshold,
     all_scores,
     average_k_threshold,
-    calibration_record,
     check_finite,
     check_k,
-    check_thresholds,
     head_scores,
-    head_threshold,
-    is_number,
     k_key,
-    own_k,
     predict_sets,
     ranked_mass,
     ranked_sets,
-    recorded_head,
     score,
-    stored_head,
-    stored_threshold,
-    within_bounds,
 )
 from avgk_hf.statistics import SetStatistics, class_means, curve_ks
 
@@ -224,13 +217,13 @@ def test_everything_in_one_pass_equals_loops():
     scores = torch.randint(0, 9, (40, 6), generator=generator).add(0.5).div(64)  # ties, which go to the lower class id
     labels = torch.randint(0, 4, (40,), generator=generator)
     labels[17] = 4  # the only image of its class; class 5 has none
-    questions = {"0.9": lambda p: p >= 0.1, "per_class_0.9": lambda p: p == p.amax(1, keepdim=True)}
+    answers = {"0.9": Answer("ml", lambda p, *_: p >= 0.1), "per_class_0.9": Answer("ml", lambda p, *_: p == p.max())}
     rows = list(zip(scores.tolist(), labels.tolist(), strict=True))
     orders = [sorted(range(6), key=lambda j, row=row: (-row[j], j)) for row, _ in rows]
     ranks = [order.index(y) for order, (_, y) in zip(orders, rows, strict=True)]
 
     def filled(**kwargs):
-        stats = SetStatistics([2, 1], 40, mass=True, questions=questions, **kwargs)
+        stats = SetStatistics([2, 1], 40, mass=True, answers=answers, **kwargs)
         for first in (24, 0, 8, 32, 16):
             stats.update(scores[first : first + 8], labels[first : first + 8], first)
         return stats
@@ -240,13 +233,11 @@ def test_everything_in_one_pass_equals_loops():
         assert stats.column("rank").tolist() == ranks
         assert stats.column("true").tolist() == scores.gather(1, labels[:, None])[:, 0].tolist()
         assert stats.column("best").tolist() == scores.amax(1).tolist()
-        sums = [
-            sum(row[j] for j in order[:r]) / sum(row) for (row, _), order, r in zip(rows, orders, ranks, strict=True)
-        ]
+        sums = [sum(row[j] for j in order[:r]) for (row, _), order, r in zip(rows, orders, ranks, strict=True)]
         assert stats.column("mass").tolist() == pytest.approx(sums, rel=1e-12)
         metrics = stats.coverage_metrics()
-        for name, sets_of in questions.items():
-            sets = sets_of(scores).tolist()
+        for name, answer in answers.items():
+            sets = answer.sets(scores).tolist()
             hits = [of_image[y] for of_image, (_, y) in zip(sets, rows, strict=True)]
             by_class = [np.mean([h for h, (_, y) in zip(hits, rows, strict=True) if y == c]) for c in range(5)]
             assert metrics[f"coverage_{name}"] == pytest.approx(np.mean(hits))
@@ -322,7 +313,7 @@ def test_statistics_refuse():
 
 def test_columns_lie_where_they_are_wanted():
     for thresholds in (None, {1: 0.5}):
-        stats = [SetStatistics([1], 4, thresholds, mass=True, questions={"q": None}) for _ in range(2)]
+        stats = [SetStatistics([1], 4, thresholds, mass=True, answers={"q": None}) for _ in range(2)]
         columns = [stats[0].columns(), stats[1].columns("meta")]
         assert {column.device.type for column in columns[0].values()} == {"cpu"}
         assert {column.device.type for column in columns[1].values()} == {"meta"}
@@ -517,15 +508,13 @@ def test_parts_of_a_stream_merge_in_any_order(values, off_the_cpu, monkeypatch):
         assert total.mean_set_sizes() == {k: (scores >= v).sum().item() / 60 for k, v in expected.items()}
 
 
-def test_thresholds_of_each_class_and_bounds():
+def test_thresholds_and_bounds():
     scores = torch.tensor([[0.5, 0.3, 0.2], [0.1, 0.3, 0.6]])
-    assert predict_sets(scores, [0.5, 0.4, 0.1]).int().tolist() == [[1, 0, 1], [0, 0, 1]]
     assert predict_sets(scores, 0.3).int().tolist() == [[1, 1, 0], [0, 1, 1]]  # equal is inside
     assert predict_sets(scores.double(), float(np.float32(0.3))).int().tolist() == [[1, 1, 0], [0, 1, 1]]
     assert predict_sets(scores, 2.0, min_size=3).all()
     for arguments, message in (
-        (([0.5, 0.4],), "for 3 classes: give one, or one for each"),
-        (([0.5, 0.4, "x"],), "is not a number; take it from"),
+        (([0.5, 0.4, 0.1],), "is not a number; take it from"),
         ((None,), "lambda_val=None is not a number"),
         ((True,), "lambda_val=True is not a number"),
         ((0.5, 4), r"min_size=4 must be a whole number in \[0, 3\]"),
@@ -545,12 +534,13 @@ def test_bounds_on_sizes_against_loops():
     scores = torch.randint(0, 4, (200, 6), generator=generator) / 4  # with ties, which go to the lower class id
     sets = torch.rand(200, 6, generator=generator) < 0.4
     for least, most in ((0, None), (2, None), (0, 2), (1, 3), (6, 6), (0, 0), (2, 2)):
-        found = within_bounds(scores, sets, least, most)
-        for row, members, got in zip(scores.tolist(), sets.tolist(), found.tolist(), strict=True):
+        for row, members in zip(scores, sets, strict=True):
+            mask, members = members.numpy(), members.tolist()
+            bounded = Answer("ml", lambda *_, mask=mask: mask, min_size=least, max_size=most)
             order = sorted(range(6), key=lambda j: (not members[j], -row[j], j))
             size = min(max(sum(members), least), 6 if most is None else most)
-            assert got == [j in order[:size] for j in range(6)]
-    assert within_bounds(scores, sets) is sets
+            assert bounded.classes(row[None]) == [order[:size]]
+            assert bounded.sets(row[None]).tolist() == [[j in order[:size] for j in range(6)]]
 
 
 def test_ranks_against_loops():
@@ -562,18 +552,16 @@ def test_ranks_against_loops():
     for i, row in enumerate(scores.tolist()):
         expected = sorted(range(6), key=lambda j: (-row[j], j))
         assert order[i].tolist() == expected
-        assert mass[i].tolist() == pytest.approx([sum(row[j] for j in expected[:n]) / sum(row) for n in range(6)])
+        assert mass[i].tolist() == [sum(row[j] for j in expected[:n]) for n in range(6)]
         assert ranked_sets(scores, sets)[i] == [j for j in expected if sets[i, j]]
     assert ranked_mass(scores[0])[1].tolist() == mass[0].tolist()
     equal, inside = torch.full((2, 3000), 0.5), torch.ones(2, 3000, dtype=torch.bool)  # enough to disturb other sorts
     assert ranked_sets(equal, inside) == ranked_mass(equal)[0].tolist() == [list(range(3000))] * 2
-    assert within_bounds(equal, inside, 0, 1700).int().argmin(1).tolist() == [1700, 1700]
-    assert within_bounds(equal, ~inside, 1700).int().argmin(1).tolist() == [1700, 1700]
     few = torch.randint(0, 3, (2, 3000), generator=generator) / 4
     order = [sorted(range(3000), key=lambda j, row=row: (-row[j], j)) for row in few.tolist()]
-    assert [set(row) for row in ranked_sets(few, within_bounds(few, inside, 0, 1700))] == [
-        set(o[:1700]) for o in order
-    ]
+    assert Answer("ml", lambda scores, *_: scores >= 0, max_size=1700).classes(few) == [o[:1700] for o in order]
+    assert Answer("ml", lambda scores, *_: scores >= 2, min_size=1700).classes(few) == [o[:1700] for o in order]
+    assert predict_sets(few, 2.0, 1700).tolist() == [[j in set(o[:1700]) for j in range(3000)] for o in order]
     assert ranked_sets(torch.tensor([[-math.inf, -1.0]]), torch.tensor([[True, True]])) == [[1, 0]]
 
 
@@ -589,95 +577,102 @@ def test_everything_is_made_on_the_device_of_the_scores():
 
 
 def test_thresholds_in_a_config():
-    check_thresholds({"1": 0, "2.5": 1, "3": 0.5}, 4, "softmax")
-    check_thresholds({"1": -7, "3": 9.5}, 4, "logit")
+    assert Calibration(Config(num_labels=4, thresholds={"1": 0, "2.5": 1, "3": 0.5})).ks == [1, 2.5, 3]
+    assert Calibration(Config(num_labels=4, thresholds={"1": -7, "3": 9.5}, score="logit")).ks == [1, 3]
     for thresholds, kind, message in (
         (3, "softmax", r"config\.thresholds=3 must map K to lambda_val"),
         ({"4": 0.5}, "softmax", r"config\.thresholds has the key '4': k=4\.0 must be a number in \[1, 4\)"),
         ({"x": 0.5}, "softmax", r"config\.thresholds has the key 'x': could not convert"),
+        ({None: 0.5}, "softmax", r"config\.thresholds has the key None"),
         ({"1": 0.5, "2": None}, "softmax", r"config\.thresholds\['2'\]=None is not a finite number\. Take"),
         ({"2": math.inf}, "logit", r"config\.thresholds\['2'\]=inf is not a finite number\. Take"),
         ({"2": 1.01}, "softmax", r"=1\.01 is no probability, and score='softmax' gives probabilities\. Take"),
         ({"2": -0.01}, "sigmoid", r"=-0\.01 is no probability, and score='sigmoid' gives probabilities\. Take"),
     ):
         with pytest.raises(ValueError, match=message):
-            check_thresholds(thresholds, 4, kind)
-    with pytest.raises(ValueError, match=r"config\.other\['2'\]=7"):
-        check_thresholds({"2": 7}, 4, "softmax", "other")
+            Calibration.of(Config(num_labels=4, thresholds=thresholds, score=kind))
+    with pytest.raises(ValueError, match=r"calibration\.head_thresholds\['ml'\]\['2'\]=7"):
+        Calibration.of(Config(num_labels=4, thresholds={}, head_thresholds={"ml": {"2": 7}}))
 
 
 def test_stored_thresholds_of_any_config():
     """A config of another class says little: one head, softmax, and the smallest K where it has none of its own."""
-    plain = SimpleNamespace(num_labels=9, thresholds={"4": 0.1, "1": 0.4, "2": 0.3})
-    assert (own_k(plain), own_k(SimpleNamespace(k=3, thresholds={"1": 0.4}))) == (1, 3)
-    assert [stored_threshold(plain, k) for k in (None, 1, 2.0, 4)] == [0.4, 0.4, 0.3, 0.1]
-    assert type(stored_threshold(SimpleNamespace(num_labels=9, thresholds={"2": 1}), 2)) is float
-    assert stored_threshold(plain, math.sqrt(8)) == pytest.approx(math.sqrt(0.3 * 0.1))
-    assert stored_threshold(plain, math.sqrt(2)) == pytest.approx(math.sqrt(0.4 * 0.3))
-    logit = SimpleNamespace(num_labels=9, thresholds={"1": -1.0, "4": -3.0}, score="logit")
-    assert stored_threshold(logit, 2) == pytest.approx(-2)
-    assert stored_threshold(logit, 4**0.25) == pytest.approx(-1.5)
+    plain = Config(num_labels=9, thresholds={"4": 0.1, "1": 0.4, "2": 0.3})
+    own = [Calibration.of(config).k for config in (plain, Config(num_labels=9, k=3, thresholds={"1": 0.4}))]
+    assert own == [1, 3]
+    assert [threshold(plain, k) for k in (None, 1, 2.0, 4)] == [0.4, 0.4, 0.3, 0.1]
+    assert threshold(plain, math.sqrt(8)) == pytest.approx(math.sqrt(0.3 * 0.1))
+    assert threshold(plain, math.sqrt(2)) == pytest.approx(math.sqrt(0.4 * 0.3))
+    logit = Config(num_labels=9, thresholds={"1": -1.0, "4": -3.0}, score="logit")
+    assert threshold(logit, 2) == pytest.approx(-2)
+    assert threshold(logit, 4**0.25) == pytest.approx(-1.5)
     logit.thresholds = {"1": 2.0, "4": 1.0}  # linear though both are positive
-    assert stored_threshold(logit, 2) == pytest.approx(1.5)
-    zero = SimpleNamespace(num_labels=9, thresholds={"1": 0.4, "4": 0.0})
-    assert stored_threshold(zero, 2) == pytest.approx(0.2)  # linear, because there is no logarithm
-    zero.calibration = {"curve": [[2, 0.3, 2, 1, 1]]}
-    assert stored_threshold(zero, 2) == 0.3
-    assert (stored_head(plain), recorded_head(plain), calibration_record(plain)) == ("ml", "ml", {})
-    assert calibration_record(SimpleNamespace(calibration=[1])) == {}
+    assert threshold(logit, 2) == pytest.approx(1.5)
+    logit.thresholds["4"] = 0.0  # edited in place
+    assert threshold(logit, 2) == pytest.approx(1.0)
+    zero = Config(num_labels=9, thresholds={"1": 0.4, "4": 0.0})
+    assert threshold(zero, 2) == pytest.approx(0.2)  # linear, because there is no logarithm
+    zero.keep(curve=[[2, 0.3, 2, 1, 1]])
+    assert threshold(zero, 2) == 0.3
+    found = Calibration.of(plain)
+    assert (found.head(), found.source_head, found.source) == ("ml", "ml", {}) and found is Calibration.of(plain)
+    assert Calibration.of(Config(num_labels=9, calibration=[1])).source == {}
     for config, k, message in (
-        (SimpleNamespace(num_labels=9), 2, "this model has no thresholds"),
-        (SimpleNamespace(num_labels=9, thresholds={}), 2, "this model has no thresholds"),
+        (Config(num_labels=9), 2, "this model has no thresholds"),
+        (Config(num_labels=9, thresholds={}), 2, "this model has no thresholds"),
         (plain, 9, r"k=9 must be a number in \[1, 9\)"),
         (plain, 5, r"no threshold is stored for k=5; .* for k in 1, 2, 4, and .* in \[1, 4\], .*--k 5`"),
-        (SimpleNamespace(num_labels=9, thresholds={"2": 1.5}), 2, "is no probability, and score='softmax' gives"),
-        (SimpleNamespace(num_labels=9, thresholds={"2": 0.5, "12": 0.1}), 2, r"config\.thresholds has the key '12'"),
+        (Config(num_labels=9, thresholds={"2": 1.5}), 2, "is no probability, and score='softmax' gives"),
+        (Config(num_labels=9, thresholds={"2": 0.5, "12": 0.1}), 2, r"config\.thresholds has the key '12'"),
     ):
         with pytest.raises(ValueError, match=message):
-            stored_threshold(config, k)
+            threshold(config, k)
 
 
 def test_a_curve_is_checked_as_the_thresholds_are():
     plain = {"num_labels": 9, "thresholds": {"1": 0.4, "4": 0.1}}
     for row, message in (
-        ([2, -1.0], r"config\.calibration\['curve'\]\['2'\]=-1\.0 is no probability, and score='softmax' gives"),
-        ([12, 0.01], r"config\.calibration\['curve'\] has the key '12': k=12\.0 must be a number in \[1, 9\)"),
-        ([2], r"config\.calibration\['curve'\] is damaged"),
+        ([2, -1.0, 2, 1, 1], r"calibration\.curve\['2'\]=-1\.0 is no probability, and score='softmax' gives"),
+        ([12, 0.01, 2, 1, 1], r"calibration\.curve has the key '12': k=12\.0 must be a number in \[1, 9\)"),
+        ([2], r"calibration\.curve is damaged"),
+        ([2, 0.2, 2, 1], r"calibration\.curve is damaged"),
+        ([2, 0.2, 2, 1, "x"], r"calibration\.curve is damaged"),
     ):
         with pytest.raises(ValueError, match=message):
-            stored_threshold(SimpleNamespace(**plain, calibration={"curve": [row]}), 2)
-    logit = SimpleNamespace(num_labels=9, thresholds={"1": 3, "4": -3}, score="logit")
-    logit.calibration = {"curve": [[2, -1.75, 2, 1, 1]]}
-    assert stored_threshold(logit, 2) == -1.75
+            Calibration.of(Config(**plain, curve=[row]))
+    logit = Config(num_labels=9, thresholds={"1": 3, "4": -3}, score="logit", curve=[[2, -1.75, 2, 1, 1]])
+    assert threshold(logit, 2) == -1.75
 
 
 def test_whose_thresholds_they_are():
     """Those of `head`, or with "auto" of the head that was chosen for each K; the curve is that of one head."""
     heads = {"1": "ml", "2": "sccp", "4": "ml"}
-    chosen = SimpleNamespace(num_labels=9, k=2, head="auto", thresholds={"1": 0.5, "2": 0.2, "4": 0.1}, heads=heads)
-    assert recorded_head(chosen) == "sccp"  # of the model's own K
-    assert [stored_threshold(chosen, k) for k in (None, 1, 2, 4)] == [0.2, 0.5, 0.2, 0.1]
-    chosen.head_thresholds = {"sccp": {"1": 0.6, "4": 0.05}, "mean": {"1": 0.55}}
-    assert [stored_head(chosen, k) for k in (None, 1, 1.5, 2, 3, 4)] == ["sccp", "ml", "ml", "sccp", "sccp", "ml"]
+    chosen = Config(num_labels=9, k=2, head="auto", thresholds={"1": 0.5, "2": 0.2, "4": 0.1}, heads=heads)
+    assert Calibration.of(chosen).source_head == "sccp"  # of the model's own K
+    assert [threshold(chosen, k) for k in (None, 1, 2, 4)] == [0.2, 0.5, 0.2, 0.1]
+    chosen.keep(head_thresholds={"sccp": {"1": 0.6, "4": 0.05}, "mean": {"1": 0.55}})
+    found = Calibration.of(chosen)
+    assert [found.head(k) for k in (None, 1, 1.5, 2, 3, 4)] == ["sccp", "ml", "ml", "sccp", "sccp", "ml"]
     with pytest.raises(ValueError, match="no threshold is stored for k=7"):
-        stored_head(chosen, 7)
+        found.threshold(7)
     t = math.log(3 / 2) / math.log(4 / 2)
-    assert stored_threshold(chosen, 3) == pytest.approx(0.2 ** (1 - t) * 0.05**t)
-    assert head_threshold(chosen, "mean", 1) == 0.55 and head_threshold(chosen, "sccp", 1) == 0.6
-    chosen.calibration = {"head": "ml", "curve": [[1.4, 0.45, 1, 1, 1], [3, 0.01, 1, 1, 1]]}
-    assert recorded_head(chosen) == "ml"
-    assert stored_threshold(chosen, 1.4) == 0.45  # of ml, whose curve it is
-    assert stored_threshold(chosen, 3) > 0.05  # of sccp
+    assert found.threshold(3) == pytest.approx(0.2 ** (1 - t) * 0.05**t)
+    assert found.head_threshold("mean", 1) == 0.55 and found.head_threshold("sccp", 1) == 0.6
+    chosen.keep(head="ml", curve=[[1.4, 0.45, 1, 1, 1], [3, 0.01, 1, 1, 1]])
+    found = Calibration.of(chosen)
+    assert found.source_head == "ml"
+    assert found.threshold(1.4) == 0.45  # of ml, whose curve it is
+    assert found.threshold(3) > 0.05  # of sccp
     with pytest.raises(ValueError, match="are those of head='ml', and none is stored for 'both'"):
-        head_threshold(chosen, "both", 1)
-    chosen.calibration = {"head": "sccp", "curve": None}
-    assert stored_threshold(chosen, 3) > 0.05
-    fixed = SimpleNamespace(num_labels=9, k=2, head="sccp", thresholds={"2": 0.2}, heads={}, calibration=None)
-    assert (recorded_head(fixed), stored_head(fixed), stored_threshold(fixed)) == ("sccp", "sccp", 0.2)
+        found.head_threshold("both", 1)
+    chosen.keep(head="sccp", curve=None)
+    assert threshold(chosen, 3) > 0.05
+    fixed = Calibration.of(Config(num_labels=9, k=2, head="sccp", thresholds={"2": 0.2}, heads={}, calibration=None))
+    assert (fixed.source_head, fixed.head(), fixed.threshold()) == ("sccp", "sccp", 0.2)
     with pytest.raises(ValueError, match="head='auto', and no head was chosen"):
-        stored_threshold(SimpleNamespace(num_labels=9, k=2, head="auto", thresholds={"2": 0.2}, heads={}))
+        threshold(Config(num_labels=9, k=2, head="auto", thresholds={"2": 0.2}, heads={}))
     with pytest.raises(ValueError, match="has no thresholds"):
-        stored_head(SimpleNamespace(num_labels=9, k=2, head="auto", thresholds={}, heads={"2": "ml"}))
+        Calibration.of(Config(num_labels=9, k=2, head="auto", thresholds={}, heads={"2": "ml"})).head()
 
 
 def test_sets_are_those_of_the_lac_conformal_predictor():
