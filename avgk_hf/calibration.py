@@ -128,7 +128,8 @@ class Calibration:
         """
         details = {"head_thresholds": {head: _plain(part) for head, part in (head_thresholds or {}).items()}}
         details |= {"coverage": coverage, "curve": curve}
-        config.heads = {k_key(k): head for k, head in sorted((heads or {}).items())}
+        if heads or hasattr(config, "heads"):
+            config.heads = {k_key(k): head for k, head in sorted((heads or {}).items())}
         config.thresholds = _plain(thresholds)
         config.calibration = {**(source or {}), **{name: part for name, part in details.items() if part}}
         config.score = getattr(config, "score", "softmax")

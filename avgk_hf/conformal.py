@@ -256,19 +256,19 @@ def check_coverage(record: Any, num_labels: int, probabilities: bool) -> None:
         place = f"[{name!r}]"
         if name in number:
             good = _is_finite(part) and isinstance(part, number[name]) and part >= 0
-            _expect(good, place, part, "must be a finite number >= 0, and whole but for the penalty")
-            _expect(name != "k_reg" or part <= num_labels, place, part, "must be at most the number of classes")
+            good = good and (name != "k_reg" or part <= num_labels)
+            _expect(good, place, part, "must be a finite number >= 0, whole but for the penalty, k_reg at most L")
         elif name == "class_counts":
             whole = isinstance(part, list) and all(type(count) is int and count >= 0 for count in part)
             _expect(whole and len(part) == num_labels, place, "...", f"must hold {num_labels} whole numbers >= 0")
         elif name == "per_class":
             _check_levels(part, place, lambda place, value: _check_per_class(place, value, num_labels, probabilities))
         else:
-            _expect(name in METHODS, place, "...", "is no part of it")
+            _expect(name in METHODS, place, "...", "is unknown")
             bounded = probabilities and METHODS[name].sign < 0
             _check_levels(part, place, lambda place, value, bounded=bounded: _check_number(place, value, bounded))
             missing = [setting for setting in METHODS[name].settings if setting not in record]
-            _expect(not missing, place, "...", f"is there without {' and '.join(missing)}")
+            _expect(not missing, place, "...", f"is without {' and '.join(missing)}")
     _expect("per_class" not in record or "class_counts" in record, "['per_class']", "...", "is without class_counts")
 
 
@@ -301,7 +301,9 @@ def _check_per_class(place: str, part: Any, num_labels: int, probabilities: bool
     names = {"own", "pooled", "pooled_from"}
     _expect(isinstance(part, Mapping) and set(part) == names, place, part, f"must hold {sorted(names)}")
     _check_number(f"{place}['pooled']", part["pooled"], probabilities)
-    _expect(part["pooled_from"] in ("rare", "all"), f"{place}['pooled_from']", part["pooled_from"], "is unknown")
+    _expect(
+        part["pooled_from"] in ("rare", "all"), f"{place}['pooled_from']", part["pooled_from"], "is not rare or all"
+    )
     place = f"{place}['own']"
     _expect(isinstance(part["own"], Mapping), place, part["own"], "must map class ids to thresholds")
     for j, threshold in part["own"].items():

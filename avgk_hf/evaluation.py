@@ -138,7 +138,7 @@ class Evaluation:
     def store(self, **source: Any) -> Calibration:
         """Write the thresholds to the config, and for `head="auto"` the head that is best on these images."""
         config, results = self.config, self.results
-        ks, head = list(results["ml"]), getattr(config, "head", "ml")
+        ks, head, two_heads = list(results["ml"]), getattr(config, "head", "ml"), hasattr(config, "head")
         chosen = {k: self.best_head(k) if head == "auto" else head for k in ks}
         own = chosen[min(ks) if self.own_k is None else self.own_k]
         statistics = self.statistics[own]
@@ -146,7 +146,7 @@ class Evaluation:
         return Calibration.store(
             config,
             {k: lambdas[head][k] for k, head in chosen.items()},
-            {"num_examples": self.num_examples, "date": _today(), **source, "head": own},
+            {"num_examples": self.num_examples, **source, "date": _today(), **({"head": own} if two_heads else {})},
             heads=chosen if head == "auto" else None,
             head_thresholds=lambdas if len(lambdas) > 1 else None,
             coverage=statistics.coverage(self.levels, self.per_class, min(ks) if self.own_k is None else self.own_k),
@@ -308,7 +308,7 @@ def evaluate(
         dataset = align_labels(dataset, config)
     else:
         monitor = monitor or SetSizeMonitor.from_config(config, *k[:1])
-    ks = _sizes(config, k, calibrate, monitor)
+    ks = _sizes(config, k, calibrate, labelled, None if monitor is None else monitor.k)
     levels = _levels(config, coverage, calibrate, len(dataset), method, per_class) if labelled else []
     evaluation = Evaluation(config, len(dataset), ks, calibrate, levels, method, per_class)
     run_model(model, dataset, [evaluation], batch_size, num_workers, "calibrate" if calibrate else "evaluate")
@@ -374,25 +374,25 @@ def _of_sizes(metrics: Mapping[str, float], num_images: int, watched: float, own
     """Of images without labels: the mean sizes, that of the watched K first and without its K."""
     sizes = {name: value for name, value in metrics.items() if name.startswith("mean_set_size")}
     mean = sizes.pop(metric_name("mean_set_size", watched, own))
-    if own is not None and own != watched:
+    if "mean_set_size" in sizes:
         sizes[f"mean_set_size@{k_key(own)}"] = sizes.pop("mean_set_size")
     return {"num_images": num_images, "mean_set_size": mean, **sizes}
 
 
-def _sizes(config: Any, k: list[float], calibrate: bool, monitor: SetSizeMonitor | None) -> list[float]:
+def _sizes(config: Any, k: list[float], calibrate: bool, labelled: bool, watched: float | None) -> list[float]:
     """The average set sizes of an evaluation: the model's own, those asked for or all recorded, the monitor's."""
     calibration = Calibration.of(config)
-    ks = k or calibration.ks
-    if hasattr(config, "k"):
+    ks = k or (calibration.ks if labelled else [])
+    if hasattr(config, "k") and labelled:
         ks = [config.k, *ks]
-    if monitor is not None:
-        ks = [*ks, monitor.k]
-    if not ks:
+    if watched is not None:
+        ks = [*ks, watched]
+    if not ks and calibrate:
         raise ValueError("name the average set sizes to calibrate for, e.g. `k=[1, 2, 5]`.")
-    for size in ks:
-        check_k(size, config.num_labels)
+    for size in ks or [None]:
         if not calibrate:
             calibration.threshold(size)  # refuses one that is not calibrated
+        check_k(size, config.num_labels)
     return list({k_key(size): size for size in ks}.values())
 
 

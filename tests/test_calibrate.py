@@ -6,6 +6,7 @@ import json
 import pytest
 import timm
 import torch
+from asking import answer
 from transformers import (
     AutoConfig,
     AutoModelForImageClassification,
@@ -19,7 +20,7 @@ from avgk_hf import SetSizeMonitor, load_splits
 from avgk_hf.calibration import Calibration
 from avgk_hf.classifiers import load_classifier, model_scores, transform_for, write_thresholds
 from avgk_hf.cli import main
-from avgk_hf.conformal import answer
+from avgk_hf.configuration import readable_json
 from avgk_hf.data import align_labels
 from avgk_hf.evaluation import calibrate, evaluate
 from avgk_hf.sets import average_k_threshold, predict_sets
@@ -99,7 +100,7 @@ def test_calibrate_in_place_replaces_the_whole_calibration(make_model, splits, i
     sizes = ("1", "2", "2.5")
     model = make_model(head="auto")
     calibrate(model, splits["validation"], k=map(float, sizes), dataset_name=image_folder.name)
-    wanted = {name: getattr(model.config, name) for name in ("heads", "head_thresholds", "coverage", "calibration")}
+    wanted = {name: getattr(model.config, name) for name in ("heads", "calibration")}
     other = {"ml": "sccp", "sccp": "mean", "mean": "ml"}
     stale = dict.fromkeys(sizes, 0.5)
     Calibration.store(
@@ -117,10 +118,13 @@ def test_calibrate_in_place_replaces_the_whole_calibration(make_model, splits, i
     assert main(["calibrate", str(tmp_path / "model"), str(image_folder), "--k", *sizes]) == 0
     text = (tmp_path / "model" / "config.json").read_text(encoding="utf-8")
     written = json.loads(text)
-    assert text == json.dumps(written, indent=2, sort_keys=True, ensure_ascii=False) + "\n" and "épicéa" in text
+    assert text == readable_json(written) and "épicéa" in text
     assert {path.name for path in (tmp_path / "model").iterdir()} == names
-    assert {name: written[name] for name in wanted} == wanted
-    assert written["thresholds"] == {k: wanted["head_thresholds"][head][k] for k, head in wanted["heads"].items()}
+    details = json.loads((tmp_path / "model" / "calibration.json").read_text())
+    assert details.pop("num_labels") == 6
+    assert written["heads"] == wanted["heads"] and {**written["calibration"], **details} == wanted["calibration"]
+    lambdas = details["head_thresholds"]
+    assert written["thresholds"] == {k: lambdas[head][k] for k, head in wanted["heads"].items()}
 
 
 def test_what_is_stored_for_a_classifier_of_another_class(splits, tmp_path):
@@ -143,22 +147,17 @@ def test_what_is_stored_for_a_classifier_of_another_class(splits, tmp_path):
     assert metrics["top1_accuracy"] == result["top1_accuracy"] and "top1_accuracy@3" not in metrics
     assert not any(name.startswith("coverage") for name in metrics)
     record = stats.coverage([0.5, 0.8], True, k=2.5)
-    assert (
-        set(Calibration.of(config).coverage) == set(record)
-        and Calibration.of(config).coverage["k_reg"] == record["k_reg"] == 2
-    )
-    assert Calibration.of(config).coverage["class_counts"] == [5] * 6
+    found = Calibration.of(config).coverage
+    assert set(found) == set(record) and found["k_reg"] == record["k_reg"] == 2
+    assert found["class_counts"] == [5] * 6
     for method in ("lac", "aps", "raps"):
-        assert Calibration.of(config).coverage[method] == pytest.approx(record[method], **approximately)
-    assert (
-        set(Calibration.of(config).coverage["per_class"]["0.8"]["own"])
-        == set(record["per_class"]["0.8"]["own"])
-        == set("012345")
-    )
-    curve = config.calibration.pop("curve")
+        assert found[method] == pytest.approx(record[method], **approximately)
+    assert set(found["per_class"]["0.8"]["own"]) == set(record["per_class"]["0.8"]["own"]) == set("012345")
+    curve = Calibration.of(config).curve
     assert [row[:2] for row in curve] == [pytest.approx(row[:2], **approximately) for row in stats.curve()]
     today = datetime.datetime.now(datetime.timezone.utc).date().isoformat()
-    assert config.calibration == {"num_examples": 30, "dataset": "trees", "split": "validation", "date": today}
+    source = {"num_examples": 30, "dataset": "trees", "split": "validation", "date": today}
+    assert Calibration.of(config).source == source
     stored = config.to_dict()
 
     monitor = SetSizeMonitor.from_config(config, 3)

@@ -242,10 +242,10 @@ def test_everything_in_one_pass_equals_loops():
             by_class = [np.mean([h for h, (_, y) in zip(hits, rows, strict=True) if y == c]) for c in range(5)]
             assert metrics[f"coverage_{name}"] == pytest.approx(np.mean(hits))
             assert metrics[f"coverage_{name}_size"] == pytest.approx(np.mean([sum(of_image) for of_image in sets]))
-            assert stats.answers()[name]["worst_class"] == pytest.approx(min(by_class))
-            assert stats.answers()[name]["mean_class"] == pytest.approx(np.mean(by_class))
-        assert metrics["coverage_per_class_0.9_worst_class"] == stats.answers()["per_class_0.9"]["worst_class"]
-        assert metrics["coverage_per_class_0.9_mean_class"] == stats.answers()["per_class_0.9"]["mean_class"]
+            assert stats.answered()[name]["worst_class"] == pytest.approx(min(by_class))
+            assert stats.answered()[name]["mean_class"] == pytest.approx(np.mean(by_class))
+        assert metrics["coverage_per_class_0.9_worst_class"] == stats.answered()["per_class_0.9"]["worst_class"]
+        assert metrics["coverage_per_class_0.9_mean_class"] == stats.answered()["per_class_0.9"]["mean_class"]
         assert len(metrics) == 6
     assert stats.set_sizes(1).tolist() == (scores >= GIVEN[1]).sum(1).tolist()
     assert stats.compute()[1]["empty_sets"] == (scores < GIVEN[1]).all(1).float().mean().item() > 0
