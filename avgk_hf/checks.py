@@ -48,3 +48,8 @@ def check_choice(name: str, value: Any, choices: Iterable[str]) -> str:
     if value not in choices:
         raise ValueError(f"{name}={value!r} is unknown; choose one of {choices}.")
     return value
+
+
+def reason_of(error: BaseException) -> str:
+    """The message of an error on one line; the name of its class where it has none."""
+    return " ".join(str(error).split()) or type(error).__name__

@@ -40,7 +40,7 @@ from .sets import calibration_record, check_k, head_scores, ranked_sets, recorde
 ALIGNMENT = 64  # bytes, as torch allocates
 # what a saved model carries as remote code
 CODE = (
-    "backbones.py", "checks.py", "configuration.py", "conformal.py", "densenet.py", "files.py", "images.py",
+    "backbones.py", "checks.py", "configuration.py", "conformal.py", "files.py", "images.py",
     "modeling.py", "monitor.py", "pipeline.py", "sets.py",
 )  # fmt: skip
 MOST_HEAD_WEIGHTS = 500_000_000  # of both heads, 2 GB

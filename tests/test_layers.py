@@ -8,9 +8,9 @@ import avgk_hf
 ROOT = Path(__file__).parent.parent
 PACKAGE = ROOT / "avgk_hf"
 LAYERS = [
-    {"checks", "files", "guard", "images", "plain_yaml", "shell"},
-    {"sets"},
-    {"conformal", "monitor", "densenet"},
+    {"checks", "files", "guard", "shell"},
+    {"images", "plain_yaml", "sets"},
+    {"conformal", "monitor"},
     {"backbones"},
     {"configuration", "set_statistics", "pipeline"},
     {"metrics", "processes"},
@@ -27,7 +27,7 @@ LAYERS = [
     {"cli"},
 ]
 REMOTE = {
-    "backbones", "checks", "configuration", "conformal", "densenet", "files", "images", "modeling", "monitor",
+    "backbones", "checks", "configuration", "conformal", "files", "images", "modeling", "monitor",
     "pipeline", "sets",
 }  # fmt: skip
 
