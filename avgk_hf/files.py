@@ -141,10 +141,8 @@ def replacing(folder: str | os.PathLike) -> Iterator[Path]:
     if "config.json" in names and any(new.glob("*.safetensors*")):
         # first away, last back: a folder without it is refused, new weights with old thresholds would not be
         (folder / "config.json").unlink(missing_ok=True)
-        old = (
-            {path.name for path in folder.glob("model*.safetensors*")} if any(new.glob("model*.safetensors*")) else ()
-        )
-        for name in set(old) - names:  # of another number of shards
+        stale = {path.name for path in folder.glob("model*.safetensors*")} - names  # of another number of shards
+        for name in stale if any(new.glob("model*.safetensors*")) else ():
             (folder / name).unlink()
     for name in sorted(names, key=lambda name: name == "config.json"):
         os.replace(new / name, folder / name)

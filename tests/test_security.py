@@ -69,6 +69,7 @@ from avgk_hf.comparison import plan, read_comparison
 from avgk_hf.data import image_files, open_image
 from avgk_hf.data.cifar import MOST_INSTRUCTIONS
 from avgk_hf.data.glyphs import write_image_folder
+from avgk_hf.files import new_file, replacing, write_text
 from avgk_hf.images import FORMATS
 from avgk_hf.model_card import render_card
 from avgk_hf.modeling import check_folder
@@ -728,6 +729,25 @@ def test_files_are_readable_as_the_user_wants_them(model_folder, image_folder, t
     assert main(["calibrate", str(model_folder), str(image_folder)]) == 0
     (tmp_path / "plain").write_text("")
     assert (model_folder / "config.json").stat().st_mode == (tmp_path / "plain").stat().st_mode
+
+
+def test_every_file_is_renamed_once(make_model, tmp_path, monkeypatch):
+    """However many functions that write whole files and folders call each other."""
+    renamed, rename = [], os.replace
+    monkeypatch.setattr(os, "replace", lambda old, new: old == new or renamed.append(Path(new)) or rename(old, new))
+    with replacing(tmp_path / "run") as folder, replacing(folder / "model") as inner:
+        make_model().save_pretrained(inner)
+        plant(inner / "notes.txt", tmp_path / "new")
+        write_text(inner / "notes.txt", "in place, but through no link")
+        assert not renamed and not (tmp_path / "new").exists()
+        with pytest.raises(RuntimeError), new_file(inner / "config.json") as new:
+            assert new == inner / "config.json"
+            raise RuntimeError
+        assert not (inner / "config.json").exists()
+    assert renamed == [tmp_path / "run" / "model"]
+    make_model().save_pretrained(tmp_path / "run" / "model")
+    assert len(renamed) == len(set(renamed)) and renamed[-1] == tmp_path / "run" / "model" / "config.json"
+    assert not list(tmp_path.rglob(".unfinished*"))
 
 
 WRITING = {"write_text", "write_bytes", "touch", "mkdir", "makedirs", "rename", "symlink_to", "hardlink_to", "dump"}

@@ -11,7 +11,7 @@ import pickle
 import pickletools
 from io import BytesIO
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 from datasets import DatasetDict
@@ -27,12 +27,14 @@ RECONSTRUCT = {f"numpy.{core}.multiarray._reconstruct" for core in ("core", "_co
 ENCODE = "_codecs.encode"  # how Python 3 writes bytes in an old protocol
 NAMES = {"numpy.ndarray", "numpy.dtype", ENCODE, *RECONSTRUCT}
 TYPES = ("u1", "i4", "i8")
+PLAIN_DTYPE = (3, None, None, None, -1, -1, 0)  # its state but for the byte order: no fields, no objects
 EMPTY = "an array without content"
 # what a dict of plain values needs, in every protocol below 5
 INSTRUCTIONS = """PROTO FRAME STOP MARK NONE NEWTRUE NEWFALSE INT BININT BININT1 BININT2 LONG LONG1 LONG4 FLOAT
     BINFLOAT UNICODE BINUNICODE SHORT_BINUNICODE BINUNICODE8 BINBYTES SHORT_BINBYTES BINBYTES8 STRING BINSTRING
     SHORT_BINSTRING EMPTY_TUPLE TUPLE TUPLE1 TUPLE2 TUPLE3 EMPTY_LIST LIST APPEND APPENDS EMPTY_DICT DICT SETITEM
-    SETITEMS PUT BINPUT LONG_BINPUT MEMOIZE GET BINGET LONG_BINGET GLOBAL STACK_GLOBAL REDUCE BUILD""".split()
+    SETITEMS PUT BINPUT LONG_BINPUT MEMOIZE GET BINGET LONG_BINGET GLOBAL STACK_GLOBAL REDUCE BUILD"""
+CODES = {getattr(pickle, name)[0] for name in INSTRUCTIONS.split()}
 
 
 class _Name(str):
@@ -44,6 +46,10 @@ class _Fields(dict):
 
     def __setitem__(self, key: Any, value: Any) -> None:
         super().__setitem__(_text(key), value)
+
+
+def _refuse(_: "_Reader") -> None:
+    raise ValueError("it has an instruction that a dict of plain values does not need")
 
 
 class _Reader(pickle._Unpickler):
@@ -88,20 +94,16 @@ class _Reader(pickle._Unpickler):
     def build(self) -> None:
         """A dtype with its byte order, or an array with its content; the state of either is accepted as numpy's."""
         state, made = self.stack.pop(), self.stack.pop()
-        if type(made) is not _Name or type(state) is not tuple or len(state) != (5 if made == EMPTY else 8):
+        if type(made) is not _Name or type(state) is not tuple:
             raise ValueError("it sets the state of what is no array")
-        plain = made == EMPTY or (state[0], *state[2:]) == (3, None, None, None, -1, -1, 0)
-        if made not in (EMPTY, *TYPES) or not plain or (made != EMPTY and _text(state[1]) not in ("|", "<")):
+        if made == EMPTY:
+            made = _array(*state)
+        elif made not in TYPES or (state[0], *state[2:]) != PLAIN_DTYPE or _text(state[1]) not in ("|", "<"):
             raise ValueError("the state of a dtype is not numpy's")
-        self.append(_array(*state) if made == EMPTY else made)
+        self.append(made)
 
-    def refuse(self) -> None:
-        raise ValueError("it has an instruction that a dict of plain values does not need")
-
-    dispatch = dict.fromkeys(range(256), refuse)
-    dispatch |= {
-        getattr(pickle, name)[0]: pickle._Unpickler.dispatch[getattr(pickle, name)[0]] for name in INSTRUCTIONS
-    }
+    dispatch: ClassVar[dict[int, Any]] = dict(pickle._Unpickler.dispatch)
+    dispatch |= dict.fromkeys(dispatch.keys() - CODES, _refuse)
     dispatch |= {pickle.EMPTY_DICT[0]: empty_dict, pickle.DICT[0]: old_empty_dict}
     dispatch |= {pickle.REDUCE[0]: reduce, pickle.BUILD[0]: build}
 

@@ -41,8 +41,8 @@ CHARACTERS = (
     "ՕՏՍԼՈօոս"  # Armenian
     "∑∏∆∞∪∨∧×"  # mathematics
 )
-STYLES = ("Sans", "Sans-Bold", "Sans-Oblique", "Sans-BoldOblique", "Serif", "Serif-Bold", "Serif-Italic")
-FACES = [f"DejaVu{style}.ttf" for style in (*STYLES, "Serif-BoldItalic")]
+STYLES = "Sans Sans-Bold Sans-Oblique Sans-BoldOblique Serif Serif-Bold Serif-Italic Serif-BoldItalic"
+FACES = [f"DejaVu{style}.ttf" for style in STYLES.split()]
 SIDE = 32
 NOISE = 0.25 * 255  # standard deviation at severity 1
 VALIDATION_IMAGES, TEST_IMAGES = 2000, 4000
