@@ -33,7 +33,7 @@ def _register_transformers() -> None:
 
 
 def _register_timm() -> None:
-    from . import densenet  # noqa: F401  (timm's decorator does it)
+    from . import backbones  # noqa: F401  (timm's decorator does it)
 
 
 # what is not yet registered, by the module whose import it waits for; every Auto class and pipeline imports the first

@@ -1,4 +1,4 @@
-"""timm models by name: what a config may say about them, and how they are built.
+"""timm models by name: what a config may say about them, how they are built, and `densenet40_40_cifar`.
 
 A config comes from strangers, so it may name a registered architecture and arguments that shape it, and nothing else:
 no address, no path, no weights. Like the model, this file travels with a saved model as remote code.
@@ -6,67 +6,57 @@ no address, no path, no weights. Like the model, this file travels with a saved 
 
 import difflib
 import fnmatch
-import math
 import re
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
 import timm
 import torch
+from timm.models import build_model_with_cfg, generate_default_cfgs, register_model
+from timm.models._features import feature_take_indices
+from timm.models.densenet import DenseNet
 from torch import Tensor, nn
 from torch.nn.modules import module as torch_module
 
-from .densenet import densenet40_40_cifar  # noqa: F401  (so that timm knows it)
+from .checks import is_number, reason_of
 
 MOST_SIDE = 4_096  # pixels of an input image
 MOST_CHANNELS = 1_000
 MOST_PARAMETERS = 8_000_000_000  # timm's largest model has 6.7 billion
 MOST_TENSORS = 10_000  # timm's models have up to 2,500
 MOST_LABELS = 1_000_000
-ENCODER = "returns many vectors for an image, not one; take the model of the same name without `_enc`"
-UNSUPPORTED = {  # timm models, as patterns, and why they are refused
-    "deepseek_vit_*_enc": ENCODER,
-    "gemma4_vit_*_enc": ENCODER,
-    "mobilenetv5_*_enc": ENCODER,
-    "qwen3_vit_*_enc": ENCODER,
-}
+# timm models, as patterns, that return many vectors for an image, not one
+UNSUPPORTED = ("deepseek_vit_*_enc", "gemma4_vit_*_enc", "mobilenetv5_*_enc", "qwen3_vit_*_enc")
 
-RATES = "drop_rate drop_path_rate proj_drop_rate attn_drop_rate pos_drop_rate patch_drop_rate drop_block_rate"
-COUNTS = "depth depths layers num_blocks serial_depths parallel_depth stages depth_list block_config num_blocks_list"
-COUNTS += " depth_token_only transformer_depths cls_attn_layers num_rnn_layers num_levels num_heads num_kv_heads heads"
-COUNTS += " num_heads_inner num_heads_outer reg_tokens num_reg_tokens cardinality group groups num_vit"
-WIDTHS = "embed_dim embed_dims dim dims base_dim base_dims inner_dim hidden_sizes intermediate_size channels widths"
-WIDTHS += " width_list head_widths base_width stem_width stem_size stem_chs stem_hidden_dim init_channels initial_chs"
-WIDTHS += " final_chs growth_rate growth_rates num_init_features num_features head_hidden_size head_dim key_dim qk_dim"
-WIDTHS += " partial_dim state_dim neck_chans rel_pos_dim feature_dim"
-FACTORS = "mlp_ratio mlp_ratios ffn_ratio expand_ratio expansion_ratio attn_ratio conv_ratio sr_ratios bottle_ratio"
-FACTORS += " se_ratio width width_factor width_mult depth_mult channel_multiplier depth_multiplier widen_factor"
-FACTORS += " deepen_factor scale bn_size init_values ls_init_value layer_scale_init_value head_init_scale norm_eps"
-SIZES = "img_size patch_size patch_sizes output_stride"
-WINDOWS = "window_size window_sizes window_ratio kernel_size kernel_sizes stem_kernel_size down_kernel_size"
-WINDOWS += " first_stride stride strides"
-WORDS = "global_pool act_layer norm_layer norm_layer_cl aa_layer stem_type pos_embed rel_pos_type weight_init pad_type"
-WORDS += " class_token no_embed_class dynamic_img_size dynamic_img_pad strict_img_size always_partition qkv_bias"
-WORDS += " proj_bias qk_norm pre_norm final_norm fc_norm use_fc_norm head_norm_first conv_mlp conv_bias use_grn"
-WORDS += " swiglu_mlp scale_mlp avg_down preact replace_stem_pool zero_init_last use_abs_pos_emb use_rel_pos"
-WORDS += " use_rel_pos_bias use_shared_rel_pos_bias use_rot_pos_emb use_pos_embed use_post_norm use_overlap_down"
-WORDS += " fix_init fix_stem distilled"
-# the arguments of `timm.create_model` that shape a model, each with the largest number it takes; words take none
-MODEL_ARGS = {
-    "in_chans": MOST_CHANNELS,
-    **dict.fromkeys(RATES.split(), 1),
-    **dict.fromkeys(COUNTS.split(), 200),
-    **dict.fromkeys(WIDTHS.split(), 20_000),
-    **dict.fromkeys(FACTORS.split(), 100),
-    **dict.fromkeys(SIZES.split(), MOST_SIDE),
-    **dict.fromkeys(WINDOWS.split(), 64),
-    **dict.fromkeys(WORDS.split(), 0),
+# the arguments of `timm.create_model` that shape a model, by the largest number they take: rates, windows, factors,
+# counts, sizes, widths; those that take words or truth values, but no number
+LIMITS = {
+    MOST_CHANNELS: "in_chans",
+    1: "drop_rate drop_path_rate proj_drop_rate attn_drop_rate pos_drop_rate patch_drop_rate drop_block_rate",
+    64: """window_size window_sizes window_ratio kernel_size kernel_sizes stem_kernel_size down_kernel_size
+        first_stride stride strides""",
+    100: """mlp_ratio mlp_ratios ffn_ratio expand_ratio expansion_ratio attn_ratio conv_ratio sr_ratios bottle_ratio
+        se_ratio width width_factor width_mult depth_mult channel_multiplier depth_multiplier widen_factor
+        deepen_factor scale bn_size init_values ls_init_value layer_scale_init_value head_init_scale norm_eps""",
+    200: """depth depths layers num_blocks serial_depths parallel_depth stages depth_list block_config num_blocks_list
+        depth_token_only transformer_depths cls_attn_layers num_rnn_layers num_levels num_heads num_kv_heads heads
+        num_heads_inner num_heads_outer reg_tokens num_reg_tokens cardinality group groups num_vit""",
+    MOST_SIDE: "img_size patch_size patch_sizes output_stride",
+    20_000: """embed_dim embed_dims dim dims base_dim base_dims inner_dim hidden_sizes intermediate_size channels
+        widths width_list head_widths base_width stem_width stem_size stem_chs stem_hidden_dim init_channels
+        initial_chs final_chs growth_rate growth_rates num_init_features num_features head_hidden_size head_dim
+        key_dim qk_dim partial_dim state_dim neck_chans rel_pos_dim feature_dim""",
+    0: """global_pool act_layer norm_layer norm_layer_cl aa_layer stem_type pos_embed rel_pos_type weight_init pad_type
+        class_token no_embed_class dynamic_img_size dynamic_img_pad strict_img_size always_partition qkv_bias
+        proj_bias qk_norm pre_norm final_norm fc_norm use_fc_norm head_norm_first conv_mlp conv_bias use_grn
+        swiglu_mlp scale_mlp avg_down preact replace_stem_pool zero_init_last use_abs_pos_emb use_rel_pos
+        use_rel_pos_bias use_shared_rel_pos_bias use_rot_pos_emb use_pos_embed use_post_norm use_overlap_down
+        fix_init fix_stem distilled""",
 }
+MODEL_ARGS = {name: most for most, names in LIMITS.items() for name in names.split()}
 
-INTERPOLATIONS = ("nearest", "bilinear", "bicubic", "box", "hamming", "lanczos", "random")
-CROP_MODES = ("center", "squash", "border")
-# what is kept of timm's description of a model besides the fields that `known_cfg` looks at: no address and no path
+# what is kept of timm's description of a model besides the fields that are `CHECKED`: no address and no path
 DESCRIPTION = ("architecture", "tag", "license", "fixed_input_size", "first_conv", "classifier", "num_classes")
 DESCRIPTION += ("label_offset", "pool_size", "test_pool_size")
 
@@ -90,12 +80,12 @@ def check_model_args(model_args: dict[str, Any]) -> None:
             )
 
 
-def _is_plain(value: Any, most: float, depth: int = 0) -> bool:
+def _is_plain(value: Any, most: float, words: str = r"[A-Za-z0-9_]{0,40}", depth: int = 0) -> bool:
     if isinstance(value, (list, tuple)):
-        return depth < 2 and len(value) <= 64 and all(_is_plain(item, most, depth + 1) for item in value)
+        return depth < 2 and len(value) <= 64 and all(_is_plain(item, most, words, depth + 1) for item in value)
     if isinstance(value, str):
-        return re.fullmatch(r"[A-Za-z0-9_]{0,40}", value) is not None
-    return value is None or isinstance(value, bool) or (isinstance(value, (int, float)) and 0 <= value <= most)
+        return re.fullmatch(words, value) is not None
+    return value is None or isinstance(value, bool) or (is_number(value) and 0 <= value <= most)
 
 
 def _short(value: Any) -> str:
@@ -120,49 +110,41 @@ def near_models(name: str) -> str:
     return f"Did you mean {' or '.join(near)}?" if near else "`timm.list_models()` lists all of them."
 
 
-def known_cfg(cfg: dict[str, Any]) -> dict[str, Any]:
-    """What is known here of timm's description of a model, with checked values; the rest is left out."""
-    known = {name: cfg[name] for name in DESCRIPTION if name in cfg and _is_described(cfg[name])}
-    for name in ("input_size", "test_input_size", "min_input_size"):
-        if cfg.get(name) is not None:
-            known[name] = _check(cfg, name, _is_size, f"[channels, height, width], at most {MOST_SIDE} pixels a side")
-    for name in ("crop_pct", "test_crop_pct"):
-        if cfg.get(name) is not None:  # images are resized to the side divided by it, and then cropped
-            known[name] = _check(cfg, name, lambda value: _is_number(value) and 0.25 <= value <= 2, "in [0.25, 2]")
-    for name, choices in (("interpolation", INTERPOLATIONS), ("crop_mode", CROP_MODES)):
-        if cfg.get(name) is not None:
-            known[name] = _check(cfg, name, lambda value, choices=choices: value in choices, f"one of {choices}")
-    for name, least in (("mean", -math.inf), ("std", 0)):
-        if cfg.get(name) is not None:
-            wanted = f"a number above {least} for each channel" if name == "std" else "a number for each channel"
-            known[name] = _check(cfg, name, lambda value, least=least: _is_channels(value, least), wanted)
-    return known
-
-
-def _check(cfg: dict[str, Any], name: str, right: Any, wanted: str) -> Any:
-    if not right(cfg[name]):
-        raise ValueError(f"pretrained_cfg: {name}={_short(cfg[name])} is not allowed; it must be {wanted}.")
-    return cfg[name]
-
-
-def _is_number(value: Any) -> bool:
-    return isinstance(value, (int, float)) and not isinstance(value, bool) and abs(value) <= 1e6
-
-
 def _is_size(value: Any) -> bool:
     whole = isinstance(value, (list, tuple)) and len(value) == 3 and all(type(side) is int for side in value)
     return whole and 1 <= value[0] <= MOST_CHANNELS and 1 <= min(value[1:]) <= max(value[1:]) <= MOST_SIDE
 
 
-def _is_channels(value: Any, least: float) -> bool:
+def _are_channels(value: Any, above: float) -> bool:
     several = isinstance(value, (list, tuple)) and 1 <= len(value) <= MOST_CHANNELS
-    return several and all(_is_number(item) and item > least for item in value)
+    return several and all(is_number(item) and above < item <= 1e6 for item in value)
 
 
-def _is_described(value: Any) -> bool:
-    items = value if isinstance(value, (list, tuple)) and len(value) <= 16 else (value,)
-    short = (item is None or _is_number(item) or isinstance(item, bool) for item in items)
-    return all(fine or (isinstance(item, str) and len(item) <= 200) for fine, item in zip(short, items, strict=True))
+INTERPOLATIONS = ("nearest", "bilinear", "bicubic", "box", "hamming", "lanczos", "random")
+CROP_MODES = ("center", "squash", "border")
+SIZE = _is_size, f"[channels, height, width], at most {MOST_SIDE} pixels a side"
+# images are resized to the side divided by it, and then cropped
+CROP = lambda value: is_number(value) and 0.25 <= value <= 2, "in [0.25, 2]"
+# fields of timm's description: what holds of the value, and how that is said
+CHECKED: dict[str, tuple[Callable[[Any], bool], str]] = {
+    **dict.fromkeys(("input_size", "test_input_size", "min_input_size"), SIZE),
+    **dict.fromkeys(("crop_pct", "test_crop_pct"), CROP),
+    "interpolation": (INTERPOLATIONS.__contains__, f"one of {INTERPOLATIONS}"),
+    "crop_mode": (CROP_MODES.__contains__, f"one of {CROP_MODES}"),
+    "mean": (lambda value: _are_channels(value, -1e6), "a number for each channel"),
+    "std": (lambda value: _are_channels(value, 0), "a number above 0 for each channel"),
+}
+
+
+def known_cfg(cfg: dict[str, Any]) -> dict[str, Any]:
+    """What is known here of timm's description of a model, with checked values; the rest is left out."""
+    known = {name: cfg[name] for name in DESCRIPTION if name in cfg and _is_plain(cfg[name], 1e6, "(?s).{0,200}")}
+    for name, (holds, wanted) in CHECKED.items():
+        if cfg.get(name) is not None:
+            if not holds(cfg[name]):
+                raise ValueError(f"pretrained_cfg: {name}={_short(cfg[name])} is not allowed; it must be {wanted}.")
+            known[name] = cfg[name]
+    return known
 
 
 def create_backbone(
@@ -178,27 +160,23 @@ def create_backbone(
     """
     model_args = model_args or {}
     check_architecture(name)
-    for pattern, reason in UNSUPPORTED.items():
-        if fnmatch.fnmatchcase(name.split(".")[0], pattern):
-            raise ValueError(f"the timm model {name!r} is not supported: it {reason}.")
+    if any(fnmatch.fnmatchcase(name.split(".")[0], pattern) for pattern in UNSUPPORTED):
+        raise ValueError(
+            f"the timm model {name!r} is not supported: it returns many vectors for an image, not one; take the model"
+            " of the same name without `_enc`."
+        )
     check_model_args(model_args)
     if model_args or source:  # a trial that takes no memory
         try:
-            with torch.device("meta"), bounded(f"{name} with model_args={_short(model_args)}"):
+            with torch.device("meta"), bounded(name):
                 timm.create_model(name, pretrained=False, num_classes=0, **source, **model_args)
-        except TooLarge:
-            raise
         except Exception as error:  # of a constructor that takes its arguments on trust
-            reason = " ".join(str(error).split()) or type(error).__name__
-            raise ValueError(f"the timm model {name!r} refuses model_args={_short(model_args)} ({reason}).") from error
+            refused = f"the timm model {name!r} refuses model_args={_short(model_args)}"
+            raise ValueError(f"{refused} ({reason_of(error)}).") from error
     backbone = timm.create_model(name, pretrained=pretrained, num_classes=0, **source, **model_args)
     if any(getattr(module, "out_features", None) == 0 for module in backbone.modules()):
         backbone.reset_classifier(0)  # inception_next builds a layer of width 0 where others leave the layer out
     return backbone
-
-
-class TooLarge(ValueError):
-    """A model of more numbers than are allowed."""
 
 
 @contextmanager
@@ -211,22 +189,92 @@ def bounded(name: str) -> Iterator[None]:
         if tensor is not None:
             numbers, tensors = numbers + tensor.numel(), tensors + 1
         if numbers > MOST_PARAMETERS or tensors > MOST_TENSORS:
-            raise TooLarge(
+            raise ValueError(
                 f"{name} is too large: at most {MOST_PARAMETERS:,} numbers in {MOST_TENSORS:,} tensors are allowed."
             )
 
-    hooks = [
+    with (
         torch_module.register_module_parameter_registration_hook(count),
         torch_module.register_module_buffer_registration_hook(count),
-    ]
-    try:
+    ):
         yield
-    finally:
-        for hook in hooks:
-            hook.remove()
 
 
 def feature_width(backbone: nn.Module) -> int:
     """Number of pooled features d; timm has two names for it, and a SAM encoder sets the wrong one behind its neck."""
     has_neck = isinstance(getattr(backbone, "neck", None), nn.Sequential)
     return (not has_neck and getattr(backbone, "head_hidden_size", None)) or backbone.num_features
+
+
+default_cfgs = generate_default_cfgs(
+    {
+        "densenet40_40_cifar.untrained": {
+            "num_classes": 100,
+            "input_size": (3, 32, 32),
+            "pool_size": (8, 8),
+            "crop_pct": 1.0,
+            "interpolation": "bilinear",
+            "mean": (0.5071, 0.4865, 0.4409),
+            "std": (0.2673, 0.2564, 0.2762),
+            "first_conv": "features.conv0",
+            "classifier": "classifier",
+        }
+    }
+)
+
+
+class CifarDenseNet(DenseNet):
+    """timm's DenseNet with a stem for small images: one 3 x 3 convolution with 2 x growth channels, and no pooling.
+
+    The stem keeps the resolution, and the first dense layer normalises it. All arguments are those of `DenseNet`.
+    """
+
+    def __init__(self, growth_rate: int, in_chans: int = 3, **kwargs: Any) -> None:
+        super().__init__(growth_rate=growth_rate, in_chans=in_chans, **kwargs)
+        place = {name: kwargs.get(name) for name in ("device", "dtype")}
+        self.features.conv0 = nn.Conv2d(in_chans, 2 * growth_rate, 3, padding=1, bias=False, **place)
+        del self.features.norm0, self.features.pool0
+        self.feature_info[0]["module"] = "features.conv0"
+        for i, info in enumerate(self.feature_info):
+            info["reduction"] = 2 ** max(0, i - 1)  # the stem and the first block keep the resolution
+        for module in self.modules():
+            if isinstance(module, nn.Conv2d):
+                nn.init.kaiming_normal_(module.weight, mode="fan_out")  # as in the code that the paper follows
+
+    def forward_intermediates(
+        self,
+        x: Tensor,
+        indices: int | list[int] | None = None,
+        norm: bool = False,
+        stop_early: bool = False,
+        output_fmt: str = "NCHW",
+        intermediates_only: bool = False,
+    ) -> list[Tensor] | tuple[Tensor, list[Tensor]]:
+        """As in timm's other models: the final map and those of the stem and each block, the last one normalised."""
+        if output_fmt != "NCHW":
+            raise ValueError(f"output_fmt={output_fmt!r} is not supported; use 'NCHW'.")
+        places = [info["module"].removeprefix("features.") for info in self.feature_info]
+        wanted, last = feature_take_indices(len(places), indices)
+        maps = []
+        for name, module in self.features.named_children():
+            x = module(x)
+            if name in places:
+                if places.index(name) in wanted:
+                    maps.append(x)
+                if stop_early and intermediates_only and places.index(name) == last:
+                    break
+        return maps if intermediates_only else (x, maps)
+
+
+@register_model
+def densenet40_40_cifar(pretrained: bool = False, **kwargs: Any) -> DenseNet:
+    """DenseNet-BC of depth 40 and growth 40 for the 32 x 32 images of CIFAR-100; there are no pretrained weights."""
+    return build_model_with_cfg(
+        CifarDenseNet,
+        "densenet40_40_cifar",
+        pretrained,
+        block_config=((40 - 4) // 6,) * 3,  # a stem, two transitions, a classifier; two convolutions in each layer
+        growth_rate=40,
+        feature_cfg={"out_indices": (0, 1, 2, 3), "flatten_sequential": True},
+        **kwargs,
+    )

@@ -78,3 +78,8 @@ def check_nesting(content: dict[str, Any], path: str | Path) -> None:
         level = [item for items in inside for item in items if isinstance(item, (dict, list))]
     if level:
         raise ValueError(f"{path} nests more than {MOST_NESTED} mappings or lists: it is damaged.")
+
+
+def reason_of(error: BaseException) -> str:
+    """The message of an error on one line; the name of its class where it has none."""
+    return " ".join(str(error).split()) or type(error).__name__

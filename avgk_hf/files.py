@@ -1,7 +1,8 @@
-"""All writing of this package: whole files in the place of old ones, logs, and folders.
+"""All writing of this package: `new_file` gives a whole file or none, `replacing` a whole folder or none.
 
-A folder of a model or a run may come from others, and a link in it may lead anywhere: nothing is written through one.
-This file travels with a saved model as remote code.
+Inside an unfinished folder both write in place: only the outermost of them renames. A folder of a model or a run may
+come from others, and a link in it may lead anywhere: nothing is written through one. This file travels with a saved
+model as remote code.
 """
 
 import os
@@ -28,6 +29,9 @@ def new_file(path: str | os.PathLike) -> Iterator[Path]:
     if path.absolute().parent == Path("/dev") or (path.exists() and not (path.is_file() or path.is_dir())):
         raise OSError(f"{path} is no regular file; name a new file.")
     new = path.with_name(f"{UNFINISHED}-{secrets.token_hex(8)}{path.suffix}")
+    if UNFINISHED in path.parts:
+        path.unlink(missing_ok=True)
+        new = path
     try:
         new.touch(exist_ok=False)
         yield new
@@ -41,13 +45,8 @@ def new_file(path: str | os.PathLike) -> Iterator[Path]:
 
 def write_text(path: str | os.PathLike, text: str) -> None:
     """Write a text file so that it is there whole or not at all."""
-    write_bytes(path, text.encode())
-
-
-def write_bytes(path: str | os.PathLike, content: bytes) -> None:
-    """Write a file so that it is there whole or not at all."""
     with new_file(path) as new:
-        new.write_bytes(content)
+        new.write_bytes(text.encode())
 
 
 def copy_file(source: str | os.PathLike, path: str | os.PathLike) -> None:
@@ -58,15 +57,12 @@ def copy_file(source: str | os.PathLike, path: str | os.PathLike) -> None:
 
 def open_log(path: str | os.PathLike) -> TextIO:
     """Open a file to append text to, which must be a file of its own: no link of either kind, no device, no pipe."""
-    path = Path(path)
-    if path.is_symlink():
-        raise OSError(f"{path} is a link; name the file that it leads to")
 
     def opener(name: str, flags: int) -> int:
         # a link made since then is not followed, and a pipe without reader not waited for; Windows has neither
         return os.open(name, flags | getattr(os, "O_NOFOLLOW", 0) | getattr(os, "O_NONBLOCK", 0), 0o666)
 
-    file = open(path, "a", encoding="utf-8", opener=opener)
+    file = open(refuse_link(path), "a", encoding="utf-8", opener=opener)
     found = os.fstat(file.fileno())
     if not stat.S_ISREG(found.st_mode) or found.st_nlink > 1:
         file.close()
@@ -74,12 +70,12 @@ def open_log(path: str | os.PathLike) -> TextIO:
     return file
 
 
-def refuse_link(folder: str | os.PathLike) -> Path:
-    """Refuse a link in the place of a folder to write to: it may lead out of what others packed."""
-    folder = Path(folder)
-    if folder.is_symlink():
-        raise OSError(f"{folder} is a link to {os.path.realpath(folder)}; nothing is written through it, name that.")
-    return folder
+def refuse_link(path: str | os.PathLike) -> Path:
+    """Refuse a link in the place of what is to be written to: it may lead out of what others packed."""
+    path = Path(path)
+    if path.is_symlink():
+        raise OSError(f"{path} is a link to {os.path.realpath(path)}; nothing is written through it, name that.")
+    return path
 
 
 def make_folder(folder: str | os.PathLike) -> Path:
@@ -126,6 +122,9 @@ def replacing(folder: str | os.PathLike) -> Iterator[Path]:
     replacing, it leaves it without config.json, and such a folder is refused.
     """
     folder = make_folder(folder)
+    if UNFINISHED in folder.parts:
+        yield folder
+        return
     new = folder / UNFINISHED
     try:
         fresh_folder(new)
@@ -139,12 +138,11 @@ def replacing(folder: str | os.PathLike) -> Iterator[Path]:
         if isinstance(error, OSError) or "os error" in str(error):  # as libraries in Rust call it
             raise OSError(f"{folder} could not be written ({error}); what was there before is unchanged.") from error
         raise
-    weights = {path.name for path in new.glob("*.safetensors*")}
-    if weights and "config.json" in names:
+    if "config.json" in names and any(new.glob("*.safetensors*")):
         # first away, last back: a folder without it is refused, new weights with old thresholds would not be
         (folder / "config.json").unlink(missing_ok=True)
         stale = {path.name for path in folder.glob("model*.safetensors*")} - names  # of another number of shards
-        for name in stale if any(name.startswith("model") for name in weights) else ():
+        for name in stale if any(new.glob("model*.safetensors*")) else ():
             (folder / name).unlink()
     for name in sorted(names, key=lambda name: name == "config.json"):
         os.replace(new / name, folder / name)

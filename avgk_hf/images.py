@@ -11,6 +11,8 @@ from typing import Any, BinaryIO
 import numpy as np
 from PIL import Image, ImageOps
 
+from .checks import reason_of
+
 # decoders that are known to start no program and to fetch nothing; AVIF and HEIF where Pillow has them
 FORMATS = ("JPEG", "PNG", "WEBP", "GIF", "BMP", "TIFF", "PPM", "AVIF", "HEIF")
 MOST_ELONGATED = 200  # longer side to shorter; resizing the shorter side of a thinner image can take all memory
@@ -35,24 +37,21 @@ def open_image(image: Any, mode: str = "RGB", name: str | None = None, most_pixe
         >>> open_image(Image.new("RGBA", (1, 1), (0, 0, 0, 0))).getpixel((0, 0))
         (255, 255, 255)
     """
-    if isinstance(image, Image.Image):
-        stored: dict[str, Any] = {"path": getattr(image, "filename", None)}
-    else:
-        stored = image if isinstance(image, dict) else {"bytes" if isinstance(image, bytes) else "path": image}
-    data, path = stored.get("bytes"), stored.get("path")
+    is_open = isinstance(image, Image.Image)
+    stored = image if isinstance(image, dict) else {"bytes" if isinstance(image, bytes) else "path": image}
+    data, path = stored.get("bytes"), getattr(image, "filename", None) if is_open else stored.get("path")
     name = name or str(path or "the image")
-    if not isinstance(image, Image.Image) and data is None and path is None:
+    if not is_open and data is None and path is None:
         raise ValueError(f"{name} is missing: the row holds no image; remove it.")
     try:
-        if isinstance(image, Image.Image):
+        if is_open:
             return _plain(image, mode)
         with _regular_file(path) if data is None else BytesIO(data) as file, _header(file, most_pixels) as opened:
             return _plain(opened, mode)
     except FileNotFoundError:
         raise FileNotFoundError(f"{name}: there is no such file; check the path.") from None
     except Exception as error:  # decoders of broken files raise anything, from SyntaxError to struct.error
-        reason = " ".join(str(error).split()) or type(error).__name__
-        raise ValueError(f"{name} cannot be read as an image ({reason}); replace or remove it.") from error
+        raise ValueError(f"{name} cannot be read as an image ({reason_of(error)}); replace or remove it.") from error
 
 
 def known_formats() -> list[str]:

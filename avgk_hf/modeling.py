@@ -19,6 +19,7 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 from transformers import initialization as init
+from transformers.dynamic_module_utils import get_relative_import_files
 from transformers.models.auto.modeling_auto import MODEL_FOR_IMAGE_CLASSIFICATION_MAPPING_NAMES
 from transformers.utils import ModelOutput, find_adapter_config_file, is_peft_available
 
@@ -40,11 +41,6 @@ from .questions import Question
 from .sets import check_k, head_scores
 
 ALIGNMENT = 64  # bytes, as torch allocates
-# what a saved model carries as remote code
-CODE = (
-    "backbones.py", "calibration.py", "checks.py", "configuration.py", "conformal.py", "densenet.py", "files.py",
-    "images.py", "modeling.py", "monitor.py", "pipeline.py", "questions.py", "sets.py",
-)  # fmt: skip
 MOST_HEAD_WEIGHTS = 500_000_000  # of both heads, 2 GB
 CONVERT = "save_file(torch.load(FILE, weights_only=True), 'model.safetensors', metadata={'format': 'pt'})"
 
@@ -257,8 +253,8 @@ class AvgKForImageClassification(PreTrainedModel):
         names = ("repo_id", "commit_message", "create_pr", "private") if push else ()
         upload = {name: kwargs.pop(name) for name in names if name in kwargs}
         with replacing(save_directory) as folder:
-            for name in CODE:
-                copy_file(Path(__file__).with_name(name), folder / name)
+            for path in (__file__, *get_relative_import_files(__file__)):  # what remote code needs
+                copy_file(path, folder / Path(path).name)
             processor = json.dumps(processor_config(self.config), indent=2)
             write_text(folder / "preprocessor_config.json", processor + "\n")
             super().save_pretrained(folder, **kwargs)

@@ -4,6 +4,8 @@ from typing import Any
 
 import yaml
 
+from .checks import reason_of
+
 MOST_CHARACTERS = 1_000_000
 TAG = "tag:yaml.org,2002:"
 PLAIN = {None, *(TAG + name for name in ("null", "bool", "int", "float", "str", "seq", "map"))}  # None refuses others
@@ -21,20 +23,17 @@ class _Loader(yaml.SafeLoader):
     def compose_node(self, parent: yaml.Node | None, index: Any) -> yaml.Node | None:
         if self.check_event(yaml.AliasEvent):
             event = self.peek_event()
-            raise yaml.composer.ComposerError(
-                None, None, f"the alias *{event.anchor} is not followed; write the value out", event.start_mark
-            )
+            problem = f"the alias *{event.anchor} is not followed; write the value out"
+            raise yaml.MarkedYAMLError(problem=problem, problem_mark=event.start_mark)
         return super().compose_node(parent, index)
 
     def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict:
         seen = set()
-        for key, _ in node.value:
-            if isinstance(key, yaml.ScalarNode) and key.tag != f"{TAG}merge":
-                if key.value in seen:
-                    raise yaml.constructor.ConstructorError(
-                        None, None, f"the key {key.value!r} occurs twice; keep one of them", key.start_mark
-                    )
-                seen.add(key.value)
+        for key in (key for key, _ in node.value if isinstance(key, yaml.ScalarNode) and key.tag != f"{TAG}merge"):
+            if key.value in seen:
+                problem = f"the key {key.value!r} occurs twice; keep one of them"
+                raise yaml.MarkedYAMLError(problem=problem, problem_mark=key.start_mark)
+            seen.add(key.value)
         return super().construct_mapping(node, deep)
 
     def construct_date(self, node: yaml.ScalarNode) -> str:
@@ -60,4 +59,4 @@ def load_yaml(text: str) -> Any:
     try:
         return yaml.load(text, _Loader)
     except (yaml.YAMLError, ValueError, RecursionError) as error:  # ValueError: an impossible date or number
-        raise ValueError(" ".join(str(error).split())) from None
+        raise ValueError(reason_of(error)) from None

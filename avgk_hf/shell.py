@@ -102,12 +102,7 @@ def logged(log: TextIO | None, arguments: list[str]) -> Iterator[None]:
 
 
 def guarded(name: str, command: Callable[[], None]) -> int:
-    """Run a command and return its exit code; with AVGK_DEBUG=1 errors come with their traceback.
-
-    Args:
-        name: The command, for messages.
-        command: What to do.
-    """
+    """Run a command and return its exit code; with AVGK_DEBUG=1 errors come with their traceback."""
     main_thread = threading.current_thread() is threading.main_thread()  # only there signals can be handled
     before = signal.signal(signal.SIGTERM, _terminate) if main_thread else None
     try:

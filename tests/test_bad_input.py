@@ -956,7 +956,7 @@ BAD_FOLDERS = {
     ),
     "a broken saved dataset": ({"dataset_info.json": "{", "state.json": "{"}, "state.json is not valid JSON"),
     "half a saved dataset": ({"dataset_dict.json": '{"splits": ["train"]}'}, "cannot be read"),
-    "no dict": ({"dataset_dict.json": "[]"}, "cannot be read"),
+    "no dict": ({"dataset_dict.json": "[]"}, "must hold a mapping"),
     **{
         f"parquet cut at {cut}": ({"train.parquet": GOOD_PARQUET[:cut]}, "train.parquet cannot be read as parquet")
         for cut in np.linspace(1, len(GOOD_PARQUET) - 1, 20).astype(int).tolist()

@@ -13,7 +13,7 @@ import timm
 from forked import Forks
 from hub_server import HubServer
 from safetensors.torch import save_file
-from test_layers import REMOTE
+from test_layers import remote_files
 
 import avgk_hf
 from archives import write_cifar
@@ -433,7 +433,7 @@ def test_a_trained_model_reaches_strangers(hub, client, image_folder, tmp_path):
     local = client(TRAIN_AND_PUSH, image_folder, run)
     for repo in ("someone/trees", "someone/again"):
         files = hub.files(repo)
-        code = {f"{name}.py" for name in REMOTE}
+        code = {f"{name}.py" for name in remote_files()}
         assert set(files) - {".gitattributes"} == code | {
             "README.md", "config.json", "model.safetensors", "preprocessor_config.json", "set_sizes.png"
         }  # fmt: skip

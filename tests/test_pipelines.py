@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 import torch
 from PIL import Image
-from test_layers import REMOTE
+from test_layers import remote_files
 from transformers import AutoModelForImageClassification, pipeline
 
 from avgk_hf import AvgKForImageClassification
@@ -180,7 +180,7 @@ print(json.dumps({
 def test_remote_code_without_the_package(saved, images, forks, tmp_path):
     folder, model, scores, expected = saved
     files = {path.name for path in folder.iterdir()}
-    assert {path for path in files if path.endswith(".py")} == {f"{name}.py" for name in REMOTE}
+    assert {path for path in files if path.endswith(".py")} == {f"{name}.py" for name in remote_files()}
     status, out, err = forks.run(WITHOUT_PACKAGE, folder, *images, folder=tmp_path)
     assert status == 0, err
     assert "not supported" not in err

@@ -46,7 +46,7 @@ from safetensors.torch import load_file, save_file
 from test_app import needs_browser
 from test_bad_input import animation, encode, picture, png_header
 from test_compare import COMPARISON
-from test_layers import PACKAGE, REMOTE
+from test_layers import PACKAGE
 from transformers import AutoConfig, AutoImageProcessor, AutoModelForImageClassification, pipeline
 
 import browser
@@ -71,6 +71,7 @@ from avgk_hf.comparison import plan, read_comparison
 from avgk_hf.data import image_files, open_image
 from avgk_hf.data.cifar import MOST_INSTRUCTIONS
 from avgk_hf.data.glyphs import write_image_folder
+from avgk_hf.files import new_file, replacing, write_text
 from avgk_hf.images import FORMATS
 from avgk_hf.model_card import render_card
 from avgk_hf.modeling import check_folder
@@ -731,6 +732,25 @@ def test_files_are_readable_as_the_user_wants_them(model_folder, image_folder, t
     assert (model_folder / "config.json").stat().st_mode == (tmp_path / "plain").stat().st_mode
 
 
+def test_every_file_is_renamed_once(make_model, tmp_path, monkeypatch):
+    """However many functions that write whole files and folders call each other."""
+    renamed, rename = [], os.replace
+    monkeypatch.setattr(os, "replace", lambda old, new: old == new or renamed.append(Path(new)) or rename(old, new))
+    with replacing(tmp_path / "run") as folder, replacing(folder / "model") as inner:
+        make_model().save_pretrained(inner)
+        plant(inner / "notes.txt", tmp_path / "new")
+        write_text(inner / "notes.txt", "in place, but through no link")
+        assert not renamed and not (tmp_path / "new").exists()
+        with pytest.raises(RuntimeError), new_file(inner / "config.json") as new:
+            assert new == inner / "config.json"
+            raise RuntimeError
+        assert not (inner / "config.json").exists()
+    assert renamed == [tmp_path / "run" / "model"]
+    make_model().save_pretrained(tmp_path / "run" / "model")
+    assert len(renamed) == len(set(renamed)) and renamed[-1] == tmp_path / "run" / "model" / "config.json"
+    assert not list(tmp_path.rglob(".unfinished*"))
+
+
 WRITING = {"write_text", "write_bytes", "touch", "mkdir", "makedirs", "rename", "symlink_to", "hardlink_to", "dump"}
 WRITING |= {"save", "savefig", "save_file", "save_to_json", "save_pretrained", "to_json_file", "save_model"}
 WRITING |= {"NamedTemporaryFile", "mkstemp", "mkdtemp", "to_csv", "tofile"}
@@ -740,6 +760,7 @@ ELSEWHERE = {
     ("page.py", "mkdtemp"): "the temporary folder of uploads",
     ("images.py", "open"): "for reading",
     ("glyphs.py", "save"): "into memory",
+    ("glyphs.py", "write_bytes"): "into the file of `new_file`",
     ("export.py", "save"): "into a temporary folder",
     ("classifiers.py", "save_pretrained"): "into the folder of `replacing`",
     ("classifiers.py", "save"): "into the file of `new_file`",
@@ -803,7 +824,7 @@ model.save_pretrained(saved, push_to_hub=True, repo_id="someone/saved")
 (Path(folder) / "model.safetensors").symlink_to(snapshot + ".safetensors")
 assert main(["push", folder, "someone/nothing"]) == 2
 """
-NAMES = {*(f"{name}.py" for name in REMOTE), "config.json", "model.safetensors", "preprocessor_config.json"}
+NAMES = {*(f"{name}.py" for name in remote_files()), "config.json", "model.safetensors", "preprocessor_config.json"}
 
 
 def infest(folder: Path, home: Path) -> None:
@@ -1608,7 +1629,9 @@ def test_absurd_json_is_one_line_data(text, image_folder, tmp_path, monkeypatch,
     assert "not a mapping in JSON" in said
     write_plantnet(tmp_path / "plants")
     (tmp_path / "plants" / "plantnet300K_species_id_2_name.json").write_text(text)
-    with pytest.raises(ValueError, match=r"species_id_2_name\.json (is not valid JSON|holds a)"):
+    with pytest.raises(
+        ValueError, match=r"species_id_2_name\.json (is not valid JSON|nests more|must hold a mapping)"
+    ):
         load_splits(str(tmp_path / "plants"))
 
 

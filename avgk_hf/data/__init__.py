@@ -1,7 +1,8 @@
 """The dataset contract: splits with `image`, `label` (ClassLabel) and `index`, and how images become tensors."""
 
 from ..images import open_image
-from .datasets import align_labels, class_counts, load_splits, skip_bad_images
+from .datasets import align_labels, class_counts, skip_bad_images
+from .loading import load_splits
 from .transforms import image_files, prepare
 
 __all__ = ["align_labels", "class_counts", "image_files", "load_splits", "open_image", "prepare", "skip_bad_images"]

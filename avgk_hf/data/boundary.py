@@ -3,18 +3,18 @@
 `load_splits(..., allow_outside=True)` leaves these checks out.
 """
 
-import json
 import os
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
 import pyarrow.compute as pc
-from datasets import Dataset, config
+from datasets import DatasetDict, config
 from huggingface_hub.constants import HF_HUB_CACHE
 from huggingface_hub.file_download import repo_folder_name
 from huggingface_hub.repocard import REGEX_YAML_BLOCK
 
+from ..configuration import read_json
 from ..plain_yaml import load_yaml
 
 READERS = ("imagefolder", "parquet", "arrow", "csv", "json", "webdataset", "cache")  # of `datasets`
@@ -25,7 +25,7 @@ REMEDY = "remove it, or permit it with `allow_outside: true` in a recipe, `--all
 
 def check_folder(folder: Path) -> None:
     """Refuse a folder with links that lead out of it, or whose README or index does."""
-    roots = own_roots(folder)
+    roots = _roots(str(folder))
     for entry in _entries(folder):
         if entry.is_symlink():
             if not _within(os.path.realpath(entry.path), roots):
@@ -39,45 +39,31 @@ def check_folder(folder: Path) -> None:
             _check_readme(path)
 
 
-def own_roots(folder: Path) -> list[str]:
-    """Where the files of a folder may lie; those of a snapshot of the Hub are links to its blobs."""
-    root = Path(os.path.realpath(folder))
-    blobs = [root.parent.parent / "blobs"] if root.parent.name == "snapshots" else []
-    return [str(place) for place in (root, *blobs)]
+def _roots(dataset: str) -> list[str]:
+    """Where the files of a folder may lie, those of a snapshot of the Hub in its blobs too; or those of a Hub id."""
+    if not Path(dataset).is_dir():
+        own = Path(HF_HUB_CACHE) / repo_folder_name(repo_id=dataset, repo_type="dataset")
+        return [os.path.realpath(place) for place in (own, config.DOWNLOADED_DATASETS_PATH)]
+    root = Path(os.path.realpath(dataset))
+    return [str(root), *([str(root.parent.parent / "blobs")] if root.parent.name == "snapshots" else [])]
 
 
-def hub_roots(repo: str) -> list[str]:
-    """Where `datasets` puts the files of a dataset from the Hub."""
-    own = Path(HF_HUB_CACHE) / repo_folder_name(repo_id=repo, repo_type="dataset")
-    return [os.path.realpath(place) for place in (own, config.DOWNLOADED_DATASETS_PATH)]
-
-
-def check_builder(builder: Any, dataset: str, roots: list[str] | None) -> None:
-    """Refuse a reader that is not known, and data files of another place.
-
-    Args:
-        builder: What `load_dataset_builder` gives.
-        dataset: Folder or Hub id.
-        roots: Of a folder; None for a dataset on the Hub.
-    """
+def check_builder(builder: Any, dataset: str) -> None:
+    """Refuse what `load_dataset_builder` gives for a folder or Hub id: a reader that is not known, data elsewhere."""
     reader = type(builder).__module__.rpartition(".")[2]
     if reader not in READERS:
         raise ValueError(f"it would be read as {reader}; only {', '.join(READERS[:-1])} are")
+    local, roots = Path(dataset).is_dir(), _roots(dataset)
     for file in (file for files in (builder.config.data_files or {}).values() for file in map(str, files)):
-        if not (file.startswith(f"hf://datasets/{dataset}@") if roots is None else _within(file, roots)):
+        if not (_within(file, roots) if local else file.startswith(f"hf://datasets/{dataset}@")):
             raise ValueError(f"its README points to {file}, outside of it: {REMEDY}")
 
 
-def check_images(split: Dataset, roots: list[str], dataset: str) -> None:
-    """Refuse rows whose image is a path that leads out of the dataset.
-
-    Args:
-        split: One split with the column `image`.
-        roots: Where its files may lie.
-        dataset: For the message.
-    """
+def check_images(splits: DatasetDict, dataset: str) -> None:
+    """Refuse rows whose image is a path that leads out of the folder or Hub id."""
+    roots = _roots(dataset)
     seen: dict[str, bool] = {}  # folders
-    for chunk in split.data.column("image").chunks:
+    for chunk in (chunk for split in splits.values() for chunk in split.data.column("image").chunks):
         stored = pc.is_null(pc.struct_field(chunk, "bytes"))
         for path in pc.struct_field(chunk, "path").filter(stored).drop_null().to_pylist():
             folder, name = os.path.split(path)
@@ -101,12 +87,7 @@ def _within(path: str, roots: Iterable[str]) -> bool:
 
 def _check_names(path: Path) -> None:
     """Refuse an index, written by `save_to_disk`, that names splits or files of another folder."""
-    try:
-        content = json.loads(path.read_text(encoding="utf-8"))
-    except (ValueError, RecursionError) as error:
-        raise ValueError(f"{path} is not valid JSON ({error}); write it anew with `save_to_disk`.") from None
-    if not isinstance(content, dict):
-        return  # not of `save_to_disk`
+    content = read_json(path)
     files = [content.get(key) or [] for key in ("_data_files", "_indices_files")]
     names = [file.get("filename") if isinstance(file, dict) else file for group in files for file in group]
     for name in [*names, *(content.get("splits") or [])]:

@@ -26,12 +26,13 @@ from io import BytesIO
 from pathlib import Path
 
 import numpy as np
-from datasets import ClassLabel, Dataset, DatasetDict, Features, Image, Value
+from datasets import DatasetDict, Image
 from huggingface_hub.utils import tqdm
 from PIL import Image as PILImage
 from PIL import ImageDraw, ImageFilter, ImageFont
 
-from ..files import make_folder, write_bytes
+from ..files import make_folder, new_file
+from .datasets import make_split
 
 CHARACTERS = (
     "0123456789ABCDEFGHIJKLMNOPQRSTUVWXYZcijklopsuvwxyz"  # Latin
@@ -40,9 +41,8 @@ CHARACTERS = (
     "ՕՏՍԼՈօոս"  # Armenian
     "∑∏∆∞∪∨∧×"  # mathematics
 )
-FACES = [f"DejaVuS{family}.ttf" for family in ("ans", "ans-Bold", "ans-Oblique", "ans-BoldOblique")] + [
-    f"DejaVuSerif{style}.ttf" for style in ("", "-Bold", "-Italic", "-BoldItalic")
-]
+STYLES = "Sans Sans-Bold Sans-Oblique Sans-BoldOblique Serif Serif-Bold Serif-Italic Serif-BoldItalic"
+FACES = [f"DejaVu{style}.ttf" for style in STYLES.split()]
 SIDE = 32
 NOISE = 0.25 * 255  # standard deviation at severity 1
 VALIDATION_IMAGES, TEST_IMAGES = 2000, 4000
@@ -216,9 +216,7 @@ def load_glyphs(seed: int = 0, progress: bool = True, times: int = 1) -> Dataset
         "validation": rng.choice(len(counts), VALIDATION_IMAGES, p=frequencies),
         "test": rng.choice(len(counts), TEST_IMAGES, p=frequencies),
     }
-    features = Features(
-        image=Image(), label=ClassLabel(names=[class_name(c) for c in CHARACTERS]), index=Value("int64")
-    )
+    names = [class_name(character) for character in CHARACTERS]
     splits = {}
     with tqdm(total=sum(map(len, labels.values())), desc="glyphs", unit="image", disable=not progress) as bar:
         for split, of_split in labels.items():
@@ -228,8 +226,7 @@ def load_glyphs(seed: int = 0, progress: bool = True, times: int = 1) -> Dataset
                 draw(CHARACTERS[label], rng).save(buffer, "PNG", compress_level=1)
                 encoded.append({"bytes": buffer.getvalue(), "path": None})
                 bar.update()
-            columns = {"image": encoded, "label": of_split.tolist(), "index": list(range(len(of_split)))}
-            splits[split] = Dataset.from_dict(columns, features=features, split=split)
+            splits[split] = make_split(split, encoded, of_split.tolist(), names)
     return DatasetDict(splits)
 
 
@@ -250,5 +247,5 @@ def write_image_folder(splits: DatasetDict, folder: str | Path) -> None:
         make_folder(make_folder(folder) / split)
         names = dataset.features["label"].names
         for row in tqdm(dataset.cast_column("image", Image(decode=False)), desc=f"write {split}", unit="image"):
-            path = Path(folder) / split / names[row["label"]] / f"{row['index']:05d}.png"
-            write_bytes(path, row["image"]["bytes"])
+            with new_file(Path(folder) / split / names[row["label"]] / f"{row['index']:05d}.png") as new:
+                new.write_bytes(row["image"]["bytes"])

@@ -3,13 +3,14 @@
 Only paths are listed; no image is opened or copied before it is needed.
 """
 
-import json
 import os
 from collections import Counter
 from pathlib import Path
-from typing import Any
 
-from datasets import ClassLabel, Dataset, DatasetDict, Features, Image, Value
+from datasets import DatasetDict
+
+from ..configuration import read_json
+from .datasets import make_split
 
 SPLITS = {"train": "train", "validation": "val", "test": "test"}  # our names, and those of the folders
 SPECIES_NAMES = ("plantnet300K_species_id_2_name.json", "plantnet300K_species_names.json")
@@ -36,18 +37,24 @@ def load_plantnet(folder: Path) -> DatasetDict:
         split: {species.name: _images(species.path) for species in os.scandir(place) if species.is_dir()}
         for split, place in places.items()
     }
-    _check_complete(folder, files)
+    listed: Counter = Counter()
+    if (folder / METADATA).is_file():
+        entries = read_json(folder / METADATA).values()
+        listed.update(entry.get("split") for entry in entries if isinstance(entry, dict))
     ids = sorted(set().union(*files.values()))
     names = _names(folder, ids)
-    features = Features(image=Image(), label=ClassLabel(names=names), index=Value("int64"))
     splits = {}
     for split, by_species in files.items():
         rows = [(path, label) for label, species in enumerate(ids) for path in by_species.get(species, [])]
+        if len(rows) < listed[SPLITS[split]]:  # an archive may have been unpacked in part
+            raise ValueError(
+                f"{places[split]} holds {len(rows)} images, but {METADATA} lists {listed[SPLITS[split]]}: unpack the"
+                f" archive again, or remove {METADATA} to go on with what is there."
+            )
         if not rows:
             raise ValueError(f"{places[split]} holds no images; they belong in {places[split]}/<species id>/.")
         paths, labels = map(list, zip(*rows, strict=True))
-        columns = {"image": paths, "label": labels, "index": list(range(len(paths)))}
-        splits[split] = Dataset.from_dict(columns, features=features, split=split)
+        splits[split] = make_split(split, paths, labels, names)
     return DatasetDict(splits)
 
 
@@ -70,34 +77,9 @@ def _names(folder: Path, ids: list[str]) -> list[str]:
     path = next((folder / name for name in SPECIES_NAMES if (folder / name).is_file()), None)
     if path is None:
         raise FileNotFoundError(f"{folder} has no {' or '.join(SPECIES_NAMES)}, which names the species.")
-    by_id = _read_json(path)
+    by_id = {species: str(name) for species, name in read_json(path).items()}
     unknown = [species for species in ids if species not in by_id]
     if unknown:
         raise ValueError(f"{path} has no name for {len(unknown)} species, e.g. the folder {unknown[0]!r}.")
-    times = Counter(str(by_id[species]) for species in ids)
-    return [str(by_id[i]) if times[str(by_id[i])] == 1 else f"{by_id[i]} ({i})" for i in ids]
-
-
-def _check_complete(folder: Path, files: dict[str, dict[str, list[str]]]) -> None:
-    """Refuse a folder with fewer images than its metadata lists: an archive may have been unpacked in part."""
-    if not (folder / METADATA).is_file():
-        return
-    entries = [entry for entry in _read_json(folder / METADATA).values() if isinstance(entry, dict)]
-    listed = Counter(entry.get("split") for entry in entries)
-    for split, name in SPLITS.items():
-        found = sum(map(len, files[split].values()))
-        if found < listed[name]:
-            raise ValueError(
-                f"{_split_folder(folder, name)} holds {found} images, but {METADATA} lists {listed[name]}: unpack the"
-                f" archive again, or remove {METADATA} to go on with what is there."
-            )
-
-
-def _read_json(path: Path) -> dict[str, Any]:
-    try:
-        content = json.loads(path.read_text(encoding="utf-8"))
-    except (ValueError, RecursionError) as error:
-        raise ValueError(f"{path} is not valid JSON ({error}); download it again.") from None
-    if not isinstance(content, dict):
-        raise ValueError(f"{path} holds a {type(content).__name__}, not a mapping.")
-    return content
+    times = Counter(by_id[species] for species in ids)
+    return [by_id[i] if times[by_id[i]] == 1 else f"{by_id[i]} ({i})" for i in ids]

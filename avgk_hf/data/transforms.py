@@ -1,8 +1,8 @@
 """From an image as it is stored to the tensor that the model takes."""
 
 import random
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -14,23 +14,15 @@ from timm.data.transforms import CenterCropOrPad
 from torchvision import transforms as tv
 from transformers import TimmWrapperImageProcessor
 
+from ..checks import check_choice
 from ..images import known_formats, open_image
 
-AUGMENTATIONS = ("none", "timm", "pad_crop_flip", "resize_crop")
-PADDING = 4  # pixels on each side, for pad_crop_flip
-
-
-def _random_crop(evaluation: tv.Compose, flip: bool) -> tv.Compose:
-    """The transform of evaluation with a random crop in place of the centre crop."""
-    steps: list[Any] = []
-    for step in evaluation.transforms:
-        if not isinstance(step, (tv.CenterCrop, CenterCropOrPad)):
-            steps.append(step)
-        elif flip:
-            steps += [tv.RandomCrop(step.size, padding=PADDING), tv.RandomHorizontalFlip()]
-        else:
-            steps.append(tv.RandomCrop(step.size, pad_if_needed=True))
-    return tv.Compose(steps)
+# what takes the place of the evaluation's centre crop; 4 black pixels on each side are usual for CIFAR
+RANDOM_CROPS: dict[str, Callable[[Any], Any]] = {
+    "pad_crop_flip": lambda size: tv.Compose([tv.RandomCrop(size, padding=4), tv.RandomHorizontalFlip()]),
+    "resize_crop": lambda size: tv.RandomCrop(size, pad_if_needed=True),
+}
+AUGMENTATIONS = ("none", "timm", *RANDOM_CROPS)
 
 
 class _Kept(dict):
@@ -52,22 +44,30 @@ class ImageTransform:
             many times, in one process. One such transform serves one split.
     """
 
+    mode = "RGB"
+    augmentation = "none"
+    kept: _Kept | None = None
+    _seed: torch.Tensor | None = None
+
     def __init__(self, config: Any, augmentation: str = "none", keep: bool = False) -> None:
-        if augmentation not in AUGMENTATIONS:
-            raise ValueError(f"augmentation={augmentation!r} is unknown; choose one of {list(AUGMENTATIONS)}.")
+        check_choice("augmentation", augmentation, AUGMENTATIONS)
         if keep and augmentation != "none":
             raise ValueError(f"augmentation={augmentation!r} makes new images every time: none can be kept.")
         processor = TimmWrapperImageProcessor(config.pretrained_cfg, config.architecture)
         self.transform = processor.train_transforms if augmentation == "timm" else processor.val_transforms
-        if augmentation in ("pad_crop_flip", "resize_crop"):
-            self.transform = _random_crop(self.transform, flip=augmentation == "pad_crop_flip")
+        if augmentation in RANDOM_CROPS:
+            steps = [
+                RANDOM_CROPS[augmentation](step.size) if isinstance(step, (tv.CenterCrop, CenterCropOrPad)) else step
+                for step in self.transform.transforms
+            ]
+            self.transform = tv.Compose(steps)
         for step in self.transform.transforms:
             if isinstance(step, tv.Normalize):
                 step.inplace = True  # the tensor is new, so another copy of it would be wasted
-        self.mode = "L" if config.pretrained_cfg["input_size"][0] == 1 else "RGB"
+        if config.pretrained_cfg["input_size"][0] == 1:
+            self.mode = "L"
         self.augmentation = augmentation
-        self.kept: _Kept | None = _Kept() if keep else None
-        self._seed: torch.Tensor | None = None
+        self.kept = _Kept() if keep else None
 
     def seed(self, seed: int, epoch: int) -> None:
         """From now on draw each image's changes from these numbers and its index, whatever was drawn before.
@@ -89,23 +89,20 @@ class ImageTransform:
                 f"the dataset has no column 'image', only {list(batch)}: leave `remove_unused_columns` off."
             )
         places = batch.get("index", [None] * len(batch["image"]))
-        output: dict[str, list] = {"pixel_values": []}
-        for image, place in zip(batch["image"], places, strict=True):
-            name = None if isinstance(image, dict) and image.get("path") else f"image {place}"
-            if self.kept is not None and place is not None:
-                if place not in self.kept:
-                    self.kept[place] = self.image(image, name)
-                output["pixel_values"].append(self.kept[place])
-            elif self.augmentation == "none" or self._seed is None or place is None:
-                output["pixel_values"].append(self.image(image, name))
-            else:
-                with _seeded([*self._seed.tolist(), place]):
-                    output["pixel_values"].append(self.image(image, name))
-        if "label" in batch:
-            output["labels"] = batch["label"]
-        if "index" in batch:
-            output["index"] = batch["index"]
-        return output
+        output = {"pixel_values": list(map(self._tensor, batch["image"], places))}
+        names = {"label": "labels", "index": "index"}
+        return output | {name: batch[column] for column, name in names.items() if column in batch}
+
+    def _tensor(self, image: Any, place: int | None) -> torch.Tensor:
+        if self.kept is not None and place in self.kept:
+            return self.kept[place]
+        name = None if isinstance(image, dict) and image.get("path") else f"image {place}"
+        drawn = self.augmentation != "none" and self._seed is not None and place is not None
+        with _seeded([*self._seed.tolist(), place]) if drawn else nullcontext():
+            tensor = self.image(image, name)
+        if self.kept is not None and place is not None:
+            self.kept[place] = tensor
+        return tensor
 
 
 @contextmanager
@@ -133,9 +130,6 @@ class ProcessorTransform(ImageTransform):
 
     def __init__(self, processor: Any) -> None:
         self.transform = lambda image: processor(images=image, return_tensors="pt")["pixel_values"][0]
-        self.mode = "RGB"
-        self.augmentation = "none"
-        self.kept = None
 
 
 def prepare(
@@ -167,10 +161,5 @@ def image_files(folder: str | Path) -> list[Path]:
     """The files below a folder that `open_image` takes, in order of their names; hidden ones are left out."""
     known = known_formats()
     suffixes = {suffix for suffix, kind in Pillow.registered_extensions().items() if kind in known}
-    return sorted(
-        path
-        for path in Path(folder).rglob("*")
-        if path.suffix.lower() in suffixes
-        and not any(part.startswith(".") for part in path.relative_to(folder).parts)
-        and path.is_file()
-    )
+    found = (path for path in Path(folder).rglob("*") if path.suffix.lower() in suffixes and path.is_file())
+    return sorted(path for path in found if not any(part[0] == "." for part in path.relative_to(folder).parts))

@@ -1,0 +1,174 @@
+"""One door for all data: `glyphs`, a Hub id, an image folder, parquet files, a saved dataset, or an archive."""
+
+from pathlib import Path
+
+import pyarrow.parquet as pq
+from datasets import ClassLabel, Dataset, DatasetDict, Features, Value, load_dataset_builder, load_from_disk
+from datasets.exceptions import DatasetGenerationError
+
+from ..checks import reason_of
+from .boundary import check_builder, check_folder, check_images
+from .cifar import is_cifar_archive, load_cifar
+from .datasets import contract, split_validation, with_classes
+from .glyphs import load_glyphs
+from .plantnet import is_plantnet, load_plantnet
+
+MOST_CLASSES = 1_000_000
+
+
+def load_splits(
+    dataset: str,
+    config_name: str | None = None,
+    image_column: str = "image",
+    label_column: str = "label",
+    seed: int = 0,
+    validation_per_class: int | None = None,
+    split_seed: int = 0,
+    unlabelled: bool = False,
+    allow_outside: bool = False,
+) -> DatasetDict:
+    """Load a dataset and bring it to the contract: columns `image`, `label` (ClassLabel) and `index`.
+
+    Args:
+        dataset: `glyphs` (generated), a folder (images in `split/class/`, parquet files, written by `save_to_disk`,
+            or the unpacked archive of CIFAR-100 or Pl@ntNet-300K), or the id of a dataset on the Hub.
+        config_name: Configuration of a Hub dataset.
+        image_column: Its column of images.
+        label_column: Its column of classes: ClassLabel, text, or whole numbers from 0.
+        seed: Seed of generated data.
+        validation_per_class: For data without validation images: take this many of each class from train.
+        split_seed: Which ones; same seed, same images.
+        unlabelled: Whether a dataset without the column of classes, e.g. a folder of image files, is taken too; its
+            splits have no column `label`.
+        allow_outside: Whether the dataset may point out of itself: links, paths of images, and addresses on the
+            network in its README. Only for a dataset whose author you trust.
+
+    Returns:
+        The splits under their own names, usually train, validation and test. All have the same classes, matched by
+        name; a class that only some splits have is a class without images in the others.
+    """
+    if image_column == label_column:
+        raise ValueError(f"image_column and label_column are both {image_column!r}: name the two columns.")
+    folder = Path(dataset)
+    if dataset != "glyphs" and folder.is_dir() and not allow_outside:
+        check_folder(folder)
+    if dataset == "glyphs":
+        splits = load_glyphs(seed)
+    elif is_cifar_archive(folder):
+        splits = load_cifar(folder, coarse=label_column == "coarse_label")
+    elif is_plantnet(folder):
+        splits = load_plantnet(folder)
+    else:
+        splits = _read(dataset, config_name, label_column, allow_outside)
+        splits = _to_contract(splits, dataset, {"image": image_column, "label": label_column}, unlabelled)
+        if not allow_outside:
+            check_images(splits, dataset)
+    return splits if validation_per_class is None else split_validation(splits, validation_per_class, split_seed)
+
+
+def _read(dataset: str, config_name: str | None, label_column: str, allow_outside: bool) -> DatasetDict:
+    """What `datasets` makes of a folder or a Hub id, with a look at what it would read before it does."""
+    folder = Path(dataset)
+    if not folder.exists() and dataset.startswith((".", "/", "~")):
+        raise FileNotFoundError(f"dataset={dataset!r}: there is no such folder.")
+    if folder.is_file():
+        raise ValueError(f"dataset={dataset!r} is a file; name the folder that holds it.")
+    if folder.is_dir() and not any(folder.iterdir()):
+        raise ValueError(f"dataset={dataset!r} is an empty folder; images belong in {dataset}/train/<class>/.")
+    saved = (folder / "dataset_dict.json").exists() or (folder / "dataset_info.json").exists()
+    if folder.is_dir() and not saved:
+        _check_parquet(folder, label_column)
+    try:
+        if saved:
+            splits = load_from_disk(dataset)
+        else:
+            builder = load_dataset_builder(dataset, config_name)
+            if not allow_outside:
+                check_builder(builder, dataset)
+            builder.download_and_prepare()
+            splits = builder.as_dataset()
+    except Exception as error:  # of arrow, json, the file system or the network
+        # datasets has no error of its own for a split without rows
+        if isinstance(error, IndexError) or (isinstance(error, ValueError) and "no data" in str(error)):
+            raise ValueError(f"dataset {dataset!r} is empty.") from None
+        if not folder.is_dir() and not isinstance(error, DatasetGenerationError):
+            text = f"there is no folder {dataset!r} here, and as a Hub id it cannot be loaded ({reason_of(error)})"
+            raise OSError(f"{text}: check the name.") from error
+        reason = reason_of(error.__cause__ or error)
+        raise ValueError(f"dataset {dataset!r} cannot be read ({reason}): is a file empty or broken?") from error
+    return DatasetDict({str(splits.split or "train"): splits}) if isinstance(splits, Dataset) else splits
+
+
+def _check_parquet(folder: Path, label_column: str) -> None:
+    """Refuse files that are no parquet, and class names that differ: `datasets` would take the ids of the first."""
+    first: tuple[Path, list[str]] | None = None
+    for file in sorted(folder.rglob("*.parquet")):
+        try:
+            feature = Features.from_arrow_schema(pq.read_schema(file)).get(label_column)
+        except Exception as error:  # of arrow, for a broken file, and of json, for a broken header
+            raise ValueError(
+                f"{file} cannot be read as parquet ({reason_of(error)}); replace or remove it."
+            ) from error
+        if isinstance(feature, ClassLabel):
+            first = first or (file, feature.names)
+            if feature.names != first[1]:
+                raise ValueError(
+                    f"{file} and {first[0]} have different classes in the column {label_column!r}; write all splits"
+                    " with the same ClassLabel, or the class names as text."
+                )
+
+
+def _to_contract(splits: DatasetDict, dataset: str, columns: dict[str, str], unlabelled: bool) -> DatasetDict:
+    """The splits with our columns for theirs, and the same classes in all of them."""
+    if unlabelled and not any(columns["label"] in split.column_names for split in splits.values()):
+        columns = {"image": columns["image"]}
+    for name, split in splits.items():
+        for ours, column in columns.items():
+            if column not in split.column_names:
+                hint = " Images in one folder per class, `train/<class>/x.jpg`, give it." if ours == "label" else ""
+                raise ValueError(
+                    f"dataset {dataset!r}, split {name!r} has no column {column!r}; it has {split.column_names}. Name"
+                    f" the right one with `{ours}_column:` in a recipe, `--{ours}-column` for a command.{hint}"
+                )
+        if len(split) == 0:
+            raise ValueError(f"dataset {dataset!r}, split {name!r} is empty.")
+    names = _class_names(splits, dataset, columns["label"]) if "label" in columns else None
+    made = {}
+    for name, split in splits.items():
+        try:
+            split = split.select_columns(list(columns.values()))
+            split = split.rename_columns({old: new for new, old in columns.items() if old != new})
+            if names is not None and split.features["label"] != ClassLabel(names=names):
+                split = with_classes(split, names)
+            made[name] = split.add_column("index", list(range(len(split)))).cast(contract(names))
+        except Exception as error:  # of arrow, for a column of another type
+            raise ValueError(
+                f"dataset {dataset!r}, split {name!r}: {' or '.join(map(repr, columns.values()))} cannot be read as"
+                f" images and classes ({reason_of(error)}); name the right columns with `image_column:` and"
+                " `label_column:`."
+            ) from error
+    return DatasetDict(made)
+
+
+def _class_names(splits: DatasetDict, dataset: str, label_column: str) -> list[str]:
+    """The names of the classes over all splits."""
+    features = [split.features[label_column] for split in splits.values()]
+    if all(isinstance(feature, ClassLabel) for feature in features):
+        return list(dict.fromkeys(name for feature in features for name in feature.names))
+    place = f"dataset {dataset!r}: the column {label_column!r}"
+    plain = all(isinstance(feature, Value) for feature in features)
+    labels = [label for split in splits.values() for label in split.unique(label_column)] if plain else features
+    if any(label is None for label in labels):
+        raise ValueError(f"{place} has missing values.")
+    if all(isinstance(label, str) for label in labels):
+        return sorted(set(labels))
+    if not all(type(label) is int for label in labels) or min(labels) < 0:
+        raise ValueError(
+            f"{place} holds neither text nor whole numbers from 0 in all splits, e.g. {str(labels[0])[:100]}; leave"
+            " out images without a label, or with more than one."
+        )
+    if max(labels) >= MOST_CLASSES:
+        raise ValueError(
+            f"{place} holds {max(labels)}, and whole numbers count the classes from 0; write class names as text."
+        )
+    return [str(label) for label in range(max(labels) + 1)]
