@@ -28,10 +28,9 @@ from transformers import PreTrainedModel, default_data_collator
 
 from .classifiers import image_processor, model_scores, transform_for
 from .data import align_labels, prepare
-from .files import copy_file, replacing, write_text
+from .files import check_output_dir, copy_file, replacing, write_text
 from .modeling import AvgKForImageClassification, processor_config
 from .pipeline import config_score
-from .runs import check_output_dir
 from .set_statistics import SetStatistics
 from .sets import SCORES, k_key, own_k, stored_head, stored_threshold
 

@@ -17,7 +17,8 @@ logger = logging.get_logger(__name__)
 # weights, thresholds, card and pictures; no optimizer state, pickle, local path, or code that is not of this package
 PUSHED = ("*.safetensors", "*.safetensors.index.json", "config.json", "preprocessor_config.json", "README.md")
 PUSHED += ("*.png", "*.svg")
-NOT_PUSHED = ("objective.safetensors", ".*")
+OBJECTIVE_STATE = "objective.safetensors"  # of a loss, in a checkpoint
+NOT_PUSHED = (OBJECTIVE_STATE, ".*")
 NEEDED = ("config.json", "model*.safetensors*", "adapter_model.safetensors")
 
 
