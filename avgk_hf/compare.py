@@ -24,6 +24,7 @@ from huggingface_hub.utils import disable_progress_bars
 from transformers import PrinterCallback, ProgressCallback, TrainerCallback
 
 from . import __version__
+from .checkpoints import NotFinite
 from .comparison import (
     SCORES,
     Comparison,
@@ -39,10 +40,7 @@ from .comparison import (
 from .data import prepare
 from .data.glyphs import load_glyphs
 from .files import output_folder
-from .sets import HEADS, all_scores, k_key
-from .shell import guarded, is_secret
-from .statistics import SetStatistics
-from .train import (
+from .recipes import (
     DataArguments,
     load_all,
     load_data,
@@ -50,7 +48,11 @@ from .train import (
     parse_recipe,
     set_size_counts,
 )
-from .trainer import AvgKTrainer, NotFinite
+from .set_statistics import SetStatistics
+from .sets import HEADS, all_scores, k_key
+from .shell import guarded, is_secret
+from .statistics import SetStatistics
+from .trainer import AvgKTrainer
 from .training_args import AvgKTrainingArguments
 from .verdict import write_comparison
 

@@ -18,9 +18,7 @@ from typing import Any
 
 from .files import write_text
 from .losses import LOSSES, Loss, every_hyperparameter
-from .sets import check_k, k_key
-from .shell import is_secret
-from .train import (
+from .recipes import (
     DataArguments,
     ModelArguments,
     check_combinations,
@@ -28,6 +26,8 @@ from .train import (
     parse_recipe,
     read_recipe,
 )
+from .sets import check_k, k_key
+from .shell import is_secret
 from .training_args import AvgKTrainingArguments
 
 SCORES = ("softmax", "sigmoid")

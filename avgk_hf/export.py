@@ -30,10 +30,9 @@ from .calibration import Calibration
 from .classifiers import image_processor, model_scores, transform_for
 from .data import align_labels
 from .evaluation import Evaluation, run_model
-from .files import copy_file, replacing, write_text
+from .files import check_output_dir, copy_file, replacing, write_text
 from .modeling import AvgKForImageClassification, processor_config
 from .questions import Question
-from .runs import check_output_dir
 from .sets import SCORES, k_key
 
 logger = logging.getLogger(__name__)

@@ -9,6 +9,7 @@ import os
 import secrets
 import shutil
 import stat
+import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -92,6 +93,18 @@ def output_folder(folder: str | os.PathLike) -> Path:
         if leads_out(path):
             raise OSError(f"{path} is a link that leads out of the folder, and files are written there; remove it.")
     return folder
+
+
+def check_output_dir(folder: str | os.PathLike, option: str = "output_dir") -> None:
+    """Create the folder and refuse one that cannot be written to, before anything else is done."""
+    try:
+        output_folder(folder)
+        with tempfile.TemporaryFile(dir=folder) as file:
+            file.write(b"1")
+    except OSError as error:
+        raise OSError(
+            f"{option}={str(folder)!r} cannot be written to ({error.strerror or error}); choose another `{option}`."
+        ) from error
 
 
 def leads_out(path: Path, folder: Path | None = None) -> bool:

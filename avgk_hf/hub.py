@@ -8,16 +8,18 @@ from typing import Any
 from huggingface_hub import CommitOperationAdd, HfApi
 from transformers.utils import logging
 
-from .configuration import AvgKConfig, read_json
+from .checks import read_json
+from .configuration import AvgKConfig
 from .files import leads_out
-from .modeling import CODE, check_folder
+from .modeling import check_folder, code_files
 from .shell import masked
 
 logger = logging.get_logger(__name__)
 # weights, thresholds, card and pictures; no optimizer state, pickle, local path, or code that is not of this package
 PUSHED = ("*.safetensors", "*.safetensors.index.json", "config.json", "preprocessor_config.json", "README.md")
 PUSHED += ("*.png", "*.svg")
-NOT_PUSHED = ("objective.safetensors", ".*")
+OBJECTIVE_STATE = "objective.safetensors"  # of a loss, in a checkpoint
+NOT_PUSHED = (OBJECTIVE_STATE, ".*")
 NEEDED = ("config.json", "model*.safetensors*", "adapter_model.safetensors")
 
 
@@ -46,7 +48,7 @@ def published(folder: str | Path) -> dict[str, Path]:
     if left_out:
         logger.warning(f"left out, because they are links that lead out of {folder}: {', '.join(left_out)}")
     if read_json(folder / "config.json").get("model_type") == AvgKConfig.model_type:
-        files |= {name: Path(__file__).with_name(name) for name in CODE}
+        files |= code_files()
     return files
 
 

@@ -253,8 +253,8 @@ class AvgKForImageClassification(PreTrainedModel):
         names = ("repo_id", "commit_message", "create_pr", "private") if push else ()
         upload = {name: kwargs.pop(name) for name in names if name in kwargs}
         with replacing(save_directory) as folder:
-            for path in (__file__, *get_relative_import_files(__file__)):  # what remote code needs
-                copy_file(path, folder / Path(path).name)
+            for name, path in code_files().items():
+                copy_file(path, folder / name)
             processor = json.dumps(processor_config(self.config), indent=2)
             write_text(folder / "preprocessor_config.json", processor + "\n")
             super().save_pretrained(folder, **kwargs)
@@ -416,6 +416,11 @@ class AvgKForImageClassification(PreTrainedModel):
     def _needed_heads(self) -> set[str]:
         calibration = Calibration.of(self.config)
         return {calibration.head(k) for k in calibration.ks} if self.config.head == "auto" else {self.config.head}
+
+
+def code_files() -> dict[str, Path]:
+    """What a saved model carries as remote code: this file and those it needs, by name."""
+    return {Path(path).name: Path(path) for path in (__file__, *get_relative_import_files(__file__))}
 
 
 def processor_config(config: AvgKConfig) -> dict[str, Any]:

@@ -20,14 +20,13 @@ from typing import Any
 from filelock import FileLock
 from transformers import set_seed
 
+from .checkpoints import NotFinite
 from .files import output_folder, write_text
 from .losses import every_hyperparameter
 from .model_card import as_markdown
 from .modeling import AvgKForImageClassification
 from .plots import sweep_curve
-from .report import as_text, interval
-from .shell import is_secret
-from .train import (
+from .recipes import (
     build_model,
     check_combinations,
     load_data,
@@ -36,7 +35,9 @@ from .train import (
     read_recipe,
     run_seeds,
 )
-from .trainer import AvgKTrainer, NotFinite
+from .report import as_text, interval
+from .shell import is_secret
+from .trainer import AvgKTrainer
 from .training_args import AvgKTrainingArguments
 
 METRIC = "eval_average_k_accuracy"

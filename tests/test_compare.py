@@ -15,6 +15,7 @@ import torch
 from filelock import FileLock
 from safetensors.torch import load_file
 
+from avgk_hf.checkpoints import check_checkpoint
 from avgk_hf.cli import main
 from avgk_hf.compare import _arguments, measure
 from avgk_hf.comparison import Run, choose, finished, plan, read_comparison, run_path, tuning_runs
@@ -22,9 +23,8 @@ from avgk_hf.configuration import AvgKConfig
 from avgk_hf.data import glyphs, load_splits, prepare
 from avgk_hf.data.glyphs import CHARACTERS, FACES, noise_bound, outline_bound
 from avgk_hf.losses import LOSSES, Hyperparameter, Loss
-from avgk_hf.runs import check_checkpoint
+from avgk_hf.recipes import load_data, make_trainer, parse_recipe
 from avgk_hf.sweep import Sweep
-from avgk_hf.train import load_data, make_trainer, parse_recipe
 from conftest import CLASSES, write_images
 
 ROOT = Path(__file__).parent.parent

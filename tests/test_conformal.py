@@ -1048,7 +1048,7 @@ def test_training_records_what_the_images_allow(make_trainer):
 
 
 def test_levels_in_a_recipe(recipe):
-    from avgk_hf.train import parse_recipe
+    from avgk_hf.recipes import parse_recipe
 
     assert parse_recipe([str(recipe)])[2].calibrate_coverage == [0.9, 0.95, 0.99]
     assert parse_recipe([str(recipe), "--calibrate_coverage", "0.8"])[2].calibrate_coverage == [0.8]

@@ -17,14 +17,14 @@ import torch
 from safetensors.torch import load_file
 from transformers import AutoModelForImageClassification, EarlyStoppingCallback, TrainerCallback, pipeline
 
-from avgk_hf import AvgKConfig, AvgKForImageClassification, AvgKTrainingArguments, prepare, runs
+from avgk_hf import AvgKConfig, AvgKForImageClassification, AvgKTrainingArguments, checkpoints, prepare
 from avgk_hf.cli import main
 from conftest import save_vit
 
 # imports once and runs every command it is given in a process of its own, which can be killed like any other
 DRIVER = """
 import json, os, resource, signal, sys, traceback
-import avgk_hf.evaluation, avgk_hf.train
+import avgk_hf.evaluation, avgk_hf.recipes
 from avgk_hf.cli import main
 from avgk_hf.trainer import AvgKTrainer
 
@@ -194,7 +194,7 @@ def test_a_finished_run_takes_no_further_step_and_can_be_moved(make_trainer, tmp
 @pytest.fixture
 def said(monkeypatch):
     messages = []
-    monkeypatch.setattr(runs.logger, "warning", messages.append)
+    monkeypatch.setattr(checkpoints.logger, "warning", messages.append)
     return messages
 
 
@@ -217,7 +217,7 @@ def test_an_incomplete_checkpoint_is_passed_over_or_refused(make_trainer, make_m
     run = tmp_path / "run"
     first, last = run / "checkpoint-5", run / "checkpoint-10"
     assert set(CHECKPOINT_FILES) < {path.name for path in last.iterdir()}
-    assert runs.last_checkpoint(run) == last and said == []
+    assert checkpoints.last_checkpoint(run) == last and said == []
     trainer = make()
     for name in CHECKPOINT_FILES:
         whole = (last / name).read_bytes()
@@ -226,7 +226,7 @@ def test_an_incomplete_checkpoint_is_passed_over_or_refused(make_trainer, make_m
             if size is not None:
                 (last / name).write_bytes(whole[:size])
             said.clear()
-            assert runs.last_checkpoint(run) == first
+            assert checkpoints.last_checkpoint(run) == first
             assert len(said) == 1 and said[0].startswith(f"{last} is passed over: ") and name in said[0]
             with pytest.raises((OSError, ValueError)) as refusal:
                 trainer.train(resume_from_checkpoint=str(last))
@@ -262,7 +262,7 @@ def test_no_pickle_is_ever_run(as_zip, trained_run, make_trainer, make_model, tm
         torch.save({"state": Bomb(marker)}, path) if as_zip else path.write_bytes(pickle.dumps(Bomb(marker)))
 
     run = shutil.copytree(trained_run, tmp_path / "run")
-    last = runs.last_checkpoint(run)
+    last = checkpoints.last_checkpoint(run)
     for name in ("optimizer.pt", "scheduler.pt", "rng_state.pth", "scaler.pt"):
         whole = (last / name).read_bytes() if (last / name).exists() else None
         plant(last / name)
@@ -271,7 +271,7 @@ def test_no_pickle_is_ever_run(as_zip, trained_run, make_trainer, make_model, tm
         assert "\n" not in str(refusal.value) and not marker.exists()
         (last / name).write_bytes(whole) if whole else (last / name).unlink()
     plant(last / "training_args.bin")  # read by nobody
-    runs.check_checkpoint(last)
+    checkpoints.check_checkpoint(last)
     model = make_model()
     for name in ("pytorch_model.bin", "model.pt", "last.ckpt"):
         folder = tmp_path / name
@@ -500,17 +500,15 @@ def test_an_output_folder_that_cannot_hold_the_run_is_found_first(recipe, make_t
 
 
 def test_the_size_of_a_checkpoint_is_foreseen(make_trainer, make_model, tmp_path, monkeypatch):
-    from avgk_hf import trainer as module
-
     asked = []
-    monkeypatch.setattr(module, "check_space", lambda *args: asked.append(args))
+    monkeypatch.setattr(checkpoints, "check_space", lambda *args: asked.append(args))
     for optim, options in (("adamw_torch", None), ("sgd", "momentum=0.9"), ("sgd", None)):
         trainer = make_trainer(model=make_model(objective="role"), optim=optim, optim_args=options, save_total_limit=4)
         trainer.train()
-        _, size, checkpoints, model_size = asked[-1]
+        _, size, planned, model_size = asked[-1]
         # the code that travels with a model is little beside any real one
         found = sum(n for name, n in sizes(tmp_path / "run" / "checkpoint-10").items() if not name.endswith(".py"))
-        assert 0.9 < size / found < 1.02 and checkpoints == 2
+        assert 0.9 < size / found < 1.02 and planned == 2
         assert model_size == pytest.approx(sizes(tmp_path / "run" / "checkpoint-10")["model.safetensors"], rel=0.05)
         shutil.rmtree(tmp_path / "run")
 
@@ -531,7 +529,7 @@ def test_ctrl_c_says_how_to_go_on(recipe, tmp_path, environment):
             process.send_signal(number)
             error = process.communicate()[1]
         assert process.returncode == expected and "Traceback" not in error
-        last = f"The last checkpoint is {runs.last_checkpoint(run)}"
+        last = f"The last checkpoint is {checkpoints.last_checkpoint(run)}"
         where = f"Finished seeds and checkpoints are in {run}" if more else last
         resume = shlex.join(["avgk", *arguments, *more, "--resume_from_checkpoint", "last"])
         line = f"avgk train: training was stopped. {where}; go on with `{resume}`."
@@ -595,7 +593,7 @@ def test_weights_that_are_not_finite_are_no_checkpoint(make_trainer, tmp_path):
     trainer = make_trainer(callbacks=[spoiler()], **fields)
     with pytest.raises(ValueError, match=r"the loss is nan in step 5|weights are not finite any more in step 5"):
         trainer.train()
-    assert runs.last_checkpoint(tmp_path / "run").name == "checkpoint-2"
+    assert checkpoints.last_checkpoint(tmp_path / "run").name == "checkpoint-2"
     assert not (tmp_path / "run" / "checkpoint-4").exists()
 
 

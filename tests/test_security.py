@@ -57,7 +57,7 @@ from avgk_hf import (
     AvgKTrainingArguments,
     compare,
     load_splits,
-    train,
+    recipes,
 )
 from avgk_hf.app import guard, page
 from avgk_hf.app.answers import Answers
@@ -75,7 +75,7 @@ from avgk_hf.files import new_file, replacing, write_text
 from avgk_hf.images import FORMATS
 from avgk_hf.model_card import render_card
 from avgk_hf.modeling import check_folder
-from avgk_hf.train import build_model, parse_recipe
+from avgk_hf.recipes import build_model, parse_recipe
 from browser import Visitor
 from conftest import CLASSES, save_vit
 
@@ -771,13 +771,13 @@ ELSEWHERE = {
     ("space.py", "mkdir"): "above the folder that the user names",
     ("space.py", "copytree"): "of this package into a temporary folder",
     ("space.py", "move"): "into a folder that is new or empty",
-    ("train.py", "save_model"): "is `_save` of the trainer, with `replacing`",
-    ("trainer.py", "save_model"): "is `_save`, with `replacing`",
+    ("recipes.py", "save_model"): "of the trainer, with `replacing`",
     ("trainer.py", "save"): "into the file of `new_file`",
-    ("trainer.py", "save_to_json"): "into the file of `new_file`, or a fresh folder",
-    ("trainer.py", "save_pretrained"): "into the folder of `replacing`",
-    ("trainer.py", "save_file"): "into a fresh folder",
-    ("trainer.py", "replace"): "of folders that are fresh",
+    ("checkpoints.py", "save_model"): "into the folder of `replacing`",
+    ("checkpoints.py", "save_to_json"): "into the file of `new_file`, or a fresh folder",
+    ("checkpoints.py", "save_pretrained"): "into the folder of `replacing`",
+    ("checkpoints.py", "save_file"): "into a fresh folder",
+    ("checkpoints.py", "replace"): "of folders that are fresh",
 }
 
 
@@ -934,8 +934,8 @@ def test_a_token_is_not_in_the_command_to_go_on_with(recipe, monkeypatch, capsys
     def stopped(*_, **__):
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(train, "run", stopped)
-    monkeypatch.setattr(train, "run_seeds", stopped)
+    monkeypatch.setattr(recipes, "run", stopped)
+    monkeypatch.setattr(recipes, "run_seeds", stopped)
     monkeypatch.setenv("HF_TOKEN", "of-the-environment")
     for secret, arguments in (
         (SECRET, ["--hub_token", SECRET, "--seeds", "2"]),

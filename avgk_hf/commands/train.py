@@ -12,6 +12,6 @@ def arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> None:
-    from ..train import main
+    from ..recipes import main
 
     main(args.arguments)

@@ -1,0 +1,374 @@
+"""A Trainer that can be killed: complete checkpoints, which one to go on from, the best model, room for them, a log.
+
+What private methods of transformers' Trainer are needed for stands here and nowhere else: `HOOKS` names them.
+"""
+
+import datetime
+import math
+import os
+import re
+import shutil
+from contextlib import nullcontext
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError
+from safetensors.torch import load_file, save_file
+from torch import nn
+from torch.utils.data import DataLoader
+from transformers import EarlyStoppingCallback, Trainer, TrainerCallback, TrainerState, TrainingArguments
+from transformers.trainer import TRAINER_STATE_NAME, TRAINING_ARGS_NAME
+from transformers.trainer_callback import ExportableState
+from transformers.trainer_pt_utils import safe_globals
+from transformers.trainer_utils import (
+    PREFIX_CHECKPOINT_DIR,
+    HubStrategy,
+    SaveStrategy,
+    get_last_checkpoint,
+    has_length,
+    rotate_checkpoints,
+)
+from transformers.utils import logging
+
+from .checks import read_json
+from .data.transforms import ImageTransform
+from .files import UNFINISHED, check_output_dir, fresh_folder, make_folder, new_file, open_log, replacing
+from .hub import OBJECTIVE_STATE, push_folder
+from .losses import LOSSES
+from .modeling import check_folder, check_safetensors
+from .sets import NotFinite
+
+logger = logging.get_logger(__name__)
+LOG = "train.log"
+HOOKS = {  # the private methods of Trainer that are overridden, and why nothing public will do
+    "_save_checkpoint": "a checkpoint is written aside and takes its place when it is complete",
+    "_load_from_checkpoint": "thresholds and the state of the objective come back with the weights",
+    "_load_best_model": "thresholds come back with the best weights, before a callback sees the model",
+    "_issue_warnings_after_load": "weights that do not fit exactly are refused, not warned about",
+}
+
+
+class CheckpointTrainer(Trainer):
+    """A Trainer whose run can be killed at any moment and go on to the same end, to the last bit.
+
+    A subclass sets `criterion`, whose state checkpoints hold beside the model, before `Trainer` is initialised, and
+    has a method `_load_calibration(checkpoint)`.
+    """
+
+    criterion: nn.Module
+
+    def __init__(self, *, args: TrainingArguments, callbacks: list | None = None, **kwargs: Any) -> None:
+        if args.should_save:
+            check_output_dir(args.output_dir)
+        self._resumed: TrainerState | None = None
+        self._epochs = self._steps_per_epoch = None
+        super().__init__(args=args, callbacks=[GoingOn(self), *(callbacks or [])], **kwargs)
+        self.add_callback(LogFile())
+
+    def train(self, resume_from_checkpoint: str | bool | None = None, *args: Any, **kwargs: Any) -> Any:
+        """As in `Trainer`.
+
+        Args:
+            resume_from_checkpoint: `"last"` or True: the newest complete checkpoint in `output_dir`, or from the start
+                where there is none, so that the same command can be repeated. A folder: that checkpoint.
+            args: As in `Trainer`.
+            kwargs: As in `Trainer`.
+        """
+        checkpoint = self._start(resume_from_checkpoint)
+        self._resumed = TrainerState.load_from_json(f"{checkpoint}/{TRAINER_STATE_NAME}") if checkpoint else None
+        for callback in self._stateful_callbacks() if checkpoint else ():  # what it counted; its settings are new
+            saved = self._resumed.stateful_callbacks.get(type(callback).__name__)
+            vars(callback).update(saved.get("attributes", {}) if isinstance(saved, dict) else {})
+        if self.args.should_save and self.model is not None:  # none yet between the trials of a search
+            check_space(self.args.output_dir, *self._foreseen())
+        return super().train(str(checkpoint) if checkpoint else None, *args, **kwargs)
+
+    def _start(self, asked: str | bool | None) -> str | Path | None:
+        """The checkpoint to go on from, which must be complete."""
+        run, first = self.args.output_dir, self.is_world_process_zero()
+        foreign = self.is_deepspeed_enabled or self.is_fsdp_enabled  # these have checkpoints of their own
+        if str(asked).lower() in ("none", "false"):
+            return None
+        if str(asked).lower() not in ("last", "true"):
+            if not foreign:
+                check_checkpoint(asked)
+            return asked
+        checkpoint = get_last_checkpoint(run) if foreign else last_checkpoint(run, warn=first)
+        if first and checkpoint:
+            logger.warning(f"training goes on from {checkpoint}.")
+        elif first:
+            logger.warning(f"training starts from the beginning: there is no complete checkpoint in {run}.")
+        return checkpoint
+
+    def _stateful_callbacks(self) -> list[TrainerCallback]:
+        return [callback for callback in self.callback_handler.callbacks if isinstance(callback, ExportableState)]
+
+    def set_initial_training_values(self, args: TrainingArguments, dataloader: DataLoader) -> tuple:
+        """As in `Trainer`, without an epoch for a training that had ended when its checkpoint was saved."""
+        epochs, steps_per_epoch, *others, max_steps = super().set_initial_training_values(args, dataloader)
+        self._epochs, self._steps_per_epoch = epochs, steps_per_epoch
+        if self._resumed:
+            stopped = [
+                callback.early_stopping_patience_counter >= callback.early_stopping_patience
+                for callback in self._stateful_callbacks()
+                if isinstance(callback, EarlyStoppingCallback)
+            ]
+            epochs = 0 if any(stopped) or self._resumed.global_step >= max_steps else epochs
+        return epochs, steps_per_epoch, *others, max_steps
+
+    def _foreseen(self) -> tuple[int, int, int]:
+        """About how many bytes a checkpoint will take, how many more will stand at once, and the model's bytes."""
+        args = self.args
+        model_size = sum(value.nbytes for value in self.model.state_dict().values())
+        trained = [p for p in (*self.model.parameters(), *self.criterion.parameters()) if p.requires_grad]
+        size = model_size + optimizer_states(args) * sum(parameter.nbytes for parameter in trained)
+        size += sum(value.nbytes for value in self.criterion.state_dict().values())
+        planned = 1
+        if args.save_strategy in (SaveStrategy.STEPS, SaveStrategy.EPOCH) and has_length(self.train_dataset):
+            images = self._train_batch_size * args.gradient_accumulation_steps * args.world_size
+            in_epoch = max(math.ceil(len(self.train_dataset) / images), 1)
+            steps = args.max_steps if args.max_steps > 0 else args.num_train_epochs * in_epoch
+            every = args.save_steps if args.save_strategy == SaveStrategy.STEPS else in_epoch
+            planned = math.ceil(steps / (every if every >= 1 else every * steps))
+        if args.save_total_limit:  # the oldest goes when the newest is complete
+            planned = min(planned, args.save_total_limit + 1)
+        standing = len(list(Path(args.output_dir).glob(f"{PREFIX_CHECKPOINT_DIR}-*")))
+        return size, 0 if args.save_strategy == SaveStrategy.NO else max(planned - standing, 1), model_size
+
+    def _refuse_divergence(self, what: str) -> None:
+        args = self.args
+        precision = "bf16" if args.bf16 else "fp16" if args.fp16 else "float32"
+        raise NotFinite(
+            f"{what} in step {self.state.global_step + 1} of {self.state.max_steps}, so training was ended. Lower"
+            f" learning_rate={args.learning_rate:g}"
+            + ("" if precision == "float32" else f" or train without {precision}")
+            + f"; max_grad_norm={args.max_grad_norm:g} and warmup_steps={args.warmup_steps:g} matter too."
+            f" {where_to_go_on(args.output_dir)}"
+        )
+
+    def save_state(self) -> None:
+        """As in `Trainer`, not through a link."""
+        if self.is_world_process_zero():
+            with new_file(Path(self.args.output_dir) / TRAINER_STATE_NAME) as new:
+                self.state.save_to_json(str(new))
+
+    def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
+        """As in `Trainer`, without the pickled training arguments, and with the thresholds beside an adapter."""
+        output_dir, writes = Path(output_dir or self.args.output_dir), self.args.should_save
+        aside = writes and not self.is_deepspeed_enabled  # whose processes may all write
+        with replacing(output_dir) if aside else nullcontext(output_dir) as folder:
+            super().save_model(str(folder), _internal_call=True)
+            if writes:
+                (folder / TRAINING_ARGS_NAME).unlink(missing_ok=True)
+                if not (folder / "config.json").exists():  # peft saves its adapter only
+                    self.model.config.save_pretrained(folder)
+        if self.args.push_to_hub and not _internal_call:
+            self.push_to_hub(commit_message="Model save")
+
+    def push_to_hub(
+        self,
+        commit_message: str | None = "End of training",
+        blocking: bool = True,
+        token: str | None = None,
+        revision: str | None = None,
+        **kwargs: Any,
+    ) -> Any:
+        """Save model and card and upload both. A failed upload leaves the run intact and says how to go on."""
+        if self.hub_model_id is None:
+            self.hub_model_id = self.args.hub_model_id or Path(self.args.output_dir).name
+        self.save_model(_internal_call=True)
+        self.create_model_card(**kwargs)
+        if not self.is_world_process_zero():
+            return None
+        return push_folder(
+            self.args.output_dir,
+            self.hub_model_id,
+            self.args.hub_private_repo,
+            token or self.args.hub_token,
+            commit_message=commit_message,
+            revision=revision or self.args.hub_revision,
+            run_as_future=not blocking,
+        )
+
+    def _save_checkpoint(self, model: nn.Module, trial: Any) -> None:
+        if not all(torch.isfinite(parameter).all() for parameter in self.model.parameters()):
+            self._refuse_divergence("weights are not finite any more")
+        args, name = self.args, f"{PREFIX_CHECKPOINT_DIR}-{self.state.global_step}"
+        kept, final = (args.output_dir, args.push_to_hub), Path(self._get_output_dir(trial)) / name
+        unfinished = final.parent / UNFINISHED
+        for stateful in (*self._stateful_callbacks(), self.control):  # a checkpoint that was resumed may not know it
+            self.state.stateful_callbacks.setdefault(type(stateful).__name__, {})
+        try:
+            if args.should_save:
+                fresh_folder(unfinished)  # in the place of what a process left that was killed
+            self.accelerator.wait_for_everyone()
+            args.output_dir, args.push_to_hub = str(unfinished), False
+            written = Path(self._get_output_dir(trial)) / name
+            super()._save_checkpoint(model, trial)
+            if self.state.best_model_checkpoint == str(written):
+                self.state.best_model_checkpoint = str(final)
+            self.accelerator.wait_for_everyone()  # each has its random state there
+            if args.should_save:
+                self._complete(written, final)
+        except (OSError, RuntimeError, SafetensorError) as error:  # torch.save has no error of its own for a full disk
+            raise OSError(
+                f"{final} could not be written ({' '.join(str(error).split())}). Free some space, or choose another"
+                f" `output_dir:`. {where_to_go_on(final.parent)}"
+            ) from error
+        finally:
+            args.output_dir, args.push_to_hub = kept
+            if args.should_save:
+                shutil.rmtree(unfinished, ignore_errors=True)
+        if args.push_to_hub and self.is_world_process_zero() and args.hub_strategy != HubStrategy.END:
+            try:
+                push_folder(final, self.hub_model_id, args.hub_private_repo, args.hub_token)
+            except OSError as error:  # which must not end the training
+                logger.warning(f"{error} Training goes on.")
+        if args.should_save:
+            rotate_checkpoints(str(final.parent), args.save_total_limit, self.state.best_model_checkpoint, True)
+        self.accelerator.wait_for_everyone()
+
+    def _complete(self, written: Path, final: Path) -> None:
+        """Add what the stock Trainer does not know, and put the checkpoint in its place."""
+        if self.criterion.state_dict() and not self.args.save_only_model:
+            save_file(self.criterion.state_dict(), written / OBJECTIVE_STATE)
+        self.state.save_to_json(str(written / TRAINER_STATE_NAME))  # with the place of the best checkpoint
+        if os.path.lexists(final):  # of an earlier run in the same folder
+            os.replace(final, written.with_name("old"))
+        make_folder(final.parent)
+        os.replace(written, final)
+
+    def _load_from_checkpoint(self, resume_from_checkpoint: str, model: nn.Module | None = None) -> None:
+        super()._load_from_checkpoint(resume_from_checkpoint, model)
+        self._load_calibration(resume_from_checkpoint)
+        if self.criterion.state_dict():
+            self.criterion.load_state_dict(load_file(Path(resume_from_checkpoint) / OBJECTIVE_STATE))
+
+    def _load_best_model(self) -> None:
+        super()._load_best_model()
+        self._load_calibration(self.state.best_model_checkpoint)
+
+    def _issue_warnings_after_load(self, load_result: Any) -> None:
+        if load_result.missing_keys or load_result.unexpected_keys:
+            raise ValueError(
+                f"the checkpoint does not fit the model: missing {load_result.missing_keys}, unexpected"
+                f" {load_result.unexpected_keys}."
+            )
+
+
+class GoingOn(TrainerCallback):
+    """What exact resuming takes besides checkpoints, where training begins and where an epoch does."""
+
+    def __init__(self, trainer: CheckpointTrainer) -> None:
+        self.trainer = trainer
+
+    def on_train_begin(self, args: TrainingArguments, state: TrainerState, control: Any, **kwargs: Any) -> None:
+        """Find the best checkpoint again in a run whose folder was moved; it must be whole."""
+        state.num_train_epochs = self.trainer._epochs
+        if state.best_global_step and state.best_model_checkpoint is None:
+            moved = Path(args.output_dir) / f"{PREFIX_CHECKPOINT_DIR}-{state.best_global_step}"
+            state.best_model_checkpoint = str(moved) if moved.is_dir() else None
+        if state.best_model_checkpoint and args.load_best_model_at_end:
+            check_folder(state.best_model_checkpoint)  # now, and not when it is loaded in the end
+
+    def on_epoch_begin(self, args: TrainingArguments, state: TrainerState, control: Any, **kwargs: Any) -> None:
+        """Draw the changes to images from seed, epoch and image, before workers start."""
+        transform = getattr(self.trainer.train_dataset, "format", {}).get("format_kwargs", {}).get("transform")
+        if isinstance(transform, ImageTransform):
+            seed = args.seed if args.data_seed is None else args.data_seed
+            transform.seed(seed, state.global_step // self.trainer._steps_per_epoch)
+
+
+class LogFile(TrainerCallback):
+    """Writes what the Trainer logs while training to train.log; a resumed run goes on in the same file."""
+
+    _training = False
+
+    def _write(self, args: TrainingArguments, state: TrainerState, text: str) -> None:
+        if not state.is_world_process_zero:
+            return
+        time = datetime.datetime.now().strftime("%Y-%m-%d %H:%M:%S")
+        try:
+            with open_log(Path(args.output_dir) / LOG) as file:
+                file.write(f"{time}  step {state.global_step}/{state.max_steps}  {text}\n")
+        except OSError as error:  # a full disk ends the training where something is lost, at the next checkpoint
+            logger.warning_once(f"{Path(args.output_dir) / LOG} could not be written ({error}).")
+
+    def on_train_begin(self, args: TrainingArguments, state: TrainerState, control: Any, **kwargs: Any) -> None:
+        self._training = True
+        self._write(args, state, "training goes on" if state.global_step else "training starts")
+
+    def on_log(self, args: TrainingArguments, state: TrainerState, control: Any, logs: Any = None, **_: Any) -> None:
+        if self._training:
+            numbers = (f"{k} {v:.6g}" if isinstance(v, float) else f"{k} {v}" for k, v in (logs or {}).items())
+            self._write(args, state, "  ".join(numbers))
+
+    def on_save(self, args: TrainingArguments, state: TrainerState, control: Any, **kwargs: Any) -> None:
+        self._write(args, state, f"saved {PREFIX_CHECKPOINT_DIR}-{state.global_step}")
+
+    def on_train_end(self, args: TrainingArguments, state: TrainerState, control: Any, **kwargs: Any) -> None:
+        self._write(args, state, f"training ends, best checkpoint: {state.best_model_checkpoint or 'none'}")
+
+
+def check_checkpoint(folder: str | Path) -> None:
+    """Refuse a checkpoint from which training cannot go on exactly, with the name of the file that is at fault."""
+    folder = Path(folder)
+    if not folder.is_dir():
+        raise FileNotFoundError(f"there is no checkpoint folder {str(folder)!r}.")
+    check_folder(folder)
+    objective = LOSSES.get(str(read_json(folder / "config.json").get("objective")))
+    random_states = sorted(folder.glob("rng_state*.pth")) or [folder / "rng_state.pth"]
+    tensors = [folder / "optimizer.pt", folder / "scheduler.pt", *random_states]
+    own = [folder / OBJECTIVE_STATE] if objective and objective.has_state else []
+    for path in (folder / TRAINER_STATE_NAME, *tensors, *own):
+        if not path.is_file():
+            raise FileNotFoundError(f"{path} is missing, so training cannot go on exactly from this checkpoint.")
+    if not isinstance(read_json(folder / TRAINER_STATE_NAME).get("global_step"), int):
+        raise ValueError(f"{folder / TRAINER_STATE_NAME} has no number `global_step`.")
+    for path in own:
+        check_safetensors(path)
+    for path in (*tensors, *folder.glob("scaler.pt")):
+        try:
+            with safe_globals():
+                torch.load(path, map_location="cpu", weights_only=True, mmap=True)  # mapped: tensors are not read
+        except Exception as error:  # torch raises errors of many kinds for a file it cannot read
+            raise ValueError(
+                f"{path} is cut off or damaged, or holds more than tensors and numbers; nothing in it was run."
+            ) from error
+
+
+def last_checkpoint(run: str | Path, warn: bool = True) -> Path | None:
+    """The newest complete checkpoint of a run; with `warn`, newer ones that are passed over are named."""
+    found = [(match, path) for path in Path(run).glob("*") if (match := re.fullmatch(r"checkpoint-(\d+)", path.name))]
+    for _, path in sorted(found, key=lambda item: -int(item[0][1])):
+        try:
+            check_checkpoint(path)
+            return path
+        except (OSError, ValueError) as error:
+            if warn:
+                logger.warning(f"{path} is passed over: {error}")
+    return None
+
+
+def where_to_go_on(run: str | Path, command: str = "`--resume_from_checkpoint last`") -> str:
+    """A sentence for an error: the last checkpoint and how to resume."""
+    last = last_checkpoint(run, warn=False)
+    return f"The last checkpoint is {last}; go on with {command}." if last else f"There is no checkpoint in {run} yet."
+
+
+def check_space(folder: str | Path, checkpoint_size: int, checkpoints: int, model_size: int) -> None:
+    """Refuse to start where the disk has no room for so many checkpoints of so many bytes, and the model."""
+    free, needed = shutil.disk_usage(folder).free, checkpoints * checkpoint_size + model_size
+    if needed > free:
+        raise OSError(
+            f"{folder} has {free / 2**20:,.0f} MiB free, but {checkpoints:,} checkpoint(s) of about"
+            f" {checkpoint_size / 2**20:,.1f} MiB and the model need {needed / 2**20:,.0f} MiB: free some space, keep"
+            " fewer with `save_total_limit: 2`, or choose another `output_dir:`."
+        )
+
+
+def optimizer_states(args: TrainingArguments) -> int:
+    """How many numbers the optimizer keeps for each parameter, about."""
+    optim, options = str(getattr(args.optim, "value", args.optim)), args.optim_args or ""
+    return 2 if "adam" in optim else int("momentum" in options)
