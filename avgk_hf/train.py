@@ -34,12 +34,11 @@ from .losses import LOSSES, every_hyperparameter
 from .model_card import hyperparameters, plain_metrics
 from .modeling import AvgKForImageClassification
 from .plain_yaml import load_yaml
-from .plots import set_size_histogram
-from .report import RESULTS, write_report
 from .runs import check_output_dir, where_to_go_on
 from .set_statistics import SHOTS, SetStatistics
 from .sets import HEADS, SCORES, check_k, k_key
 from .shell import MASK, guarded, is_secret, without_tokens
+from .study.seeds import RESULTS, write_report
 from .trainer import AvgKTrainer
 from .training_args import AvgKTrainingArguments
 
@@ -454,6 +453,8 @@ def run(
         folder = Path(args.output_dir)
         try:
             if "set_sizes" in results and find_spec("matplotlib"):
+                from .study.plots import set_size_histogram
+
                 sizes = {model_args.objective: results["set_sizes"]["all"]}
                 set_size_histogram(sizes, folder / "set_sizes.png", f"Set sizes on test, K = {k_key(model.config.k)}")
             write_text(folder / RESULTS, json.dumps(results, indent=2, ensure_ascii=False) + "\n")

@@ -56,7 +56,6 @@ from avgk_hf import (
     AvgKForImageClassification,
     AvgKTrainingArguments,
     app,
-    compare,
     guard,
     load_splits,
     train,
@@ -65,7 +64,6 @@ from avgk_hf.app import MOST_PIXELS, build_page, launch, upload_folder
 from avgk_hf.backbones import MODEL_ARGS, MOST_SIDE, check_model_args, create_backbone, known_cfg
 from avgk_hf.classifiers import image_processor, load_classifier, transform_for
 from avgk_hf.cli import main
-from avgk_hf.comparison import plan, read_comparison
 from avgk_hf.data import image_files, open_image
 from avgk_hf.data.cifar import MOST_INSTRUCTIONS
 from avgk_hf.data.glyphs import write_image_folder
@@ -73,6 +71,8 @@ from avgk_hf.images import FORMATS
 from avgk_hf.model_card import render_card
 from avgk_hf.modeling import check_folder
 from avgk_hf.space import write_space
+from avgk_hf.study.runner import run_trainer
+from avgk_hf.study.spec import plan, read_comparison
 from avgk_hf.train import build_model, parse_recipe
 from browser import Visitor
 from conftest import CLASSES, save_vit
@@ -949,7 +949,7 @@ def test_a_token_is_in_no_record(recipe, tmp_path):
     recipe.write_text(f"{recipe.read_text()}hub_token: {SECRET}\n")
     (tmp_path / "compare.yaml").write_text(COMPARISON)
     comparison = read_comparison(str(tmp_path / "compare.yaml"))
-    trainer, _, config = compare._trainer(comparison, plan(comparison)[0][0], str(tmp_path / "out"))
+    trainer, _, config = run_trainer(comparison, plan(comparison)[0], str(tmp_path / "out"))
     assert trainer.args.hub_token == SECRET and "learning_rate" in config and SECRET not in json.dumps(config)
 
 

@@ -40,7 +40,7 @@ def run(args: argparse.Namespace) -> None:
         write_thresholds(model, args.model)
     print_metrics(metrics, args.json)
     if args.plot:
-        from ..plots import tradeoff_curve
+        from ..study.plots import tradeoff_curve
 
         tradeoff_curve({Path(args.model).resolve().name: model.config.calibration["curve"]}, args.plot)
     if not args.json:

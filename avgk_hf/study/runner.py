@@ -12,9 +12,11 @@ import sys
 import tempfile
 import threading
 import time
+from collections import defaultdict
 from collections.abc import Sequence
 from importlib.metadata import version
 from pathlib import Path
+from statistics import mean
 from typing import Any
 
 import torch
@@ -23,47 +25,36 @@ from filelock import FileLock, Timeout
 from huggingface_hub.utils import disable_progress_bars
 from transformers import PrinterCallback, ProgressCallback, TrainerCallback
 
-from . import __version__
-from .comparison import (
-    SCORES,
+from .. import __version__
+from ..checks import check_whole
+from ..data import prepare
+from ..data.glyphs import load_glyphs
+from ..files import output_folder, write_text
+from ..set_statistics import SetStatistics
+from ..sets import HEADS, all_scores, k_key
+from ..shell import guarded, is_secret
+from ..train import Arguments, load_all, load_data, make_trainer, set_size_counts
+from ..trainer import AvgKTrainer, NotFinite
+from .report import SCORES, write_comparison
+from .spec import (
     Comparison,
     Results,
     Run,
     best_of_curve,
     finished,
+    measured_only,
     num_epochs,
     plan,
     run_path,
-    write_json,
+    times_data,
 )
-from .data import prepare
-from .data.glyphs import load_glyphs
-from .files import output_folder
-from .set_statistics import SetStatistics
-from .sets import HEADS, all_scores, k_key
-from .shell import guarded, is_secret
-from .train import (
-    DataArguments,
-    load_all,
-    load_data,
-    make_trainer,
-    parse_recipe,
-    set_size_counts,
-)
-from .trainer import AvgKTrainer, NotFinite
-from .training_args import AvgKTrainingArguments
-from .verdict import write_comparison
 
 TIMED_STEPS = 20
+_loaded: dict[str, Any] = {}  # the data of the last run, which the next one usually needs again
 
 
 class BestWeights(TrainerCallback):
-    """Keeps in memory, for each K, the weights of the epoch with the highest validation accuracy.
-
-    Args:
-        ks: The K to keep weights for.
-        own: The K of the model, whose metrics have no `@K` in their names.
-    """
+    """Keeps in memory, for each K, the weights of the epoch with the highest validation accuracy."""
 
     def __init__(self, ks: Sequence[float], own: float) -> None:
         self.ks, self.own = ks, own
@@ -75,7 +66,7 @@ class BestWeights(TrainerCallback):
     ) -> None:
         """Look at one epoch."""
         for k in self.ks:
-            value = metrics["eval_average_k_accuracy" + _suffix(k, self.own)]
+            value = _accuracy(metrics, k, self.own)
             if k not in self.best or value > self.best[k][0]:
                 self.best[k] = (value, state.global_step, state.epoch)
                 if state.global_step not in self.weights:
@@ -84,62 +75,50 @@ class BestWeights(TrainerCallback):
         self.weights = {step: weights for step, weights in self.weights.items() if step in steps}
 
 
-def _suffix(k: float, own: float) -> str:
-    return "" if k == own else f"@{k_key(k)}"
+def _accuracy(metrics: dict[str, float], k: float, own: float) -> float:
+    """The validation accuracy for one K; the metrics of the model's own have no `@K` in their names."""
+    return metrics["eval_average_k_accuracy" + ("" if k == own else f"@{k_key(k)}")]
 
 
-class _Data:
-    """The last data that were loaded, which the next run usually needs again."""
-
-    def __init__(self) -> None:
-        self._key, self._splits = None, None
-        self.ready: dict[str, Dataset] = {}  # train and validation with the tensors that they keep
-
-    def get(self, data_args: DataArguments, args: AvgKTrainingArguments, times: int) -> DatasetDict:
-        key = json.dumps([vars(data_args), times], sort_keys=True)
-        if key != self._key:
-            self._key, self.ready = None, {}
-            self._splits = load_all(data_args, args) if times == 1 else load_glyphs(data_args.glyphs_seed, times=times)
-            self._key = key
-        if data_args.test_split not in self._splits:
-            raise ValueError(
-                f"the dataset {data_args.dataset!r} has no split {data_args.test_split!r}, only"
-                f" {list(self._splits)}: a comparison needs test images; name them with `test_split:`."
-            )
-        return self._splits
-
-
-_data = _Data()
-
-
-def _flags(values: dict[str, Any]) -> list[str]:
-    return [f"--{n}={json.dumps(v) if isinstance(v, (bool, dict)) else v}" for n, v in values.items()]
-
-
-def _arguments(comparison: Comparison, run: Run, folder: str) -> tuple:
+def run_arguments(comparison: Comparison, run: Run, folder: str) -> Arguments:
     """The recipe's three blocks for one run; nothing but the log is written to the folder."""
-    own = {"objective": comparison.objective(run.loss), "k": run.k or comparison.tune_k or comparison.k[0]}
-    own |= {**run.values, "seed": run.seed, "seeds": 1, "output_dir": folder, "save_strategy": "no"}
-    own |= {"load_best_model_at_end": False, "eval_strategy": "epoch", "logging_strategy": "epoch"}
+    own = {"objective": comparison.objective(run.loss), "k": run.k or comparison.first_k, **run.values}
+    own |= {"seed": run.seed, "seeds": 1, "eval_strategy": "epoch", "logging_strategy": "epoch"}
     own |= {"disable_tqdm": True, "report_to": "none"}
     if comparison.on_glyphs:
         own["glyphs_seed"] = run.seed
     ks = ["--calibrate_k", *map(str, comparison.k)]
-    model_args, data_args, args = parse_recipe([comparison.recipe, *comparison.overrides, *_flags(own), *ks])
-    args.early_stopping_patience = None  # the number of epochs is searched, and the best epoch kept
-    return model_args, data_args, args
+    return measured_only(comparison.recipe, [*comparison.overrides, *ks], own, folder)
 
 
-def _trainer(comparison: Comparison, run: Run, folder: str) -> tuple[AvgKTrainer, dict[str, Dataset], dict[str, Any]]:
-    """The trainer of a run, its data, without test where it tunes, and what the recipe came to."""
-    model_args, data_args, args = _arguments(comparison, run, folder)
-    splits = _data.get(data_args, args, comparison.more_data if run.phase == "more_data" else 1)
-    if run.phase == "tune":
-        splits = DatasetDict({name: split for name, split in splits.items() if name != data_args.test_split})
-    data, _ = load_data(data_args, args, splits)
-    trainer = make_trainer(model_args, data_args, args, {**data, **_data.ready})
+def _load(comparison: Comparison, run: Run, arguments: Arguments) -> DatasetDict:
+    """The splits of a run, without test where it tunes."""
+    _, data_args, args = arguments
+    times = times_data(comparison, run)
+    key = json.dumps([vars(data_args), times], sort_keys=True)
+    if _loaded.get("key") != key:
+        _loaded.clear()
+        splits = load_all(data_args, args) if times == 1 else load_glyphs(data_args.glyphs_seed, times=times)
+        # train and validation, once a training has kept their tensors, are `ready`
+        _loaded.update(key=key, splits=splits, ready={})
+    splits, test = _loaded["splits"], data_args.test_split
+    if test not in splits:
+        raise ValueError(
+            f"the dataset {data_args.dataset!r} has no split {test!r}, only {list(splits)}: a comparison needs test"
+            " images; name them with `test_split:`."
+        )
+    return DatasetDict({name: split for name, split in splits.items() if run.phase != "tune" or name != test})
+
+
+def run_trainer(
+    comparison: Comparison, run: Run, folder: str
+) -> tuple[AvgKTrainer, dict[str, Dataset], dict[str, Any]]:
+    """The trainer of a run, its data, and what the recipe came to."""
+    model_args, data_args, args = arguments = run_arguments(comparison, run, folder)
+    data, _ = load_data(data_args, args, _load(comparison, run, arguments))
+    trainer = make_trainer(*arguments, {**data, **_loaded["ready"]})
     if data_args.cache_images:
-        _data.ready = {"train": trainer.train_dataset, "validation": trainer.eval_dataset}
+        _loaded["ready"] = {"train": trainer.train_dataset, "validation": trainer.eval_dataset}
     for callback in (PrinterCallback, ProgressCallback):
         trainer.remove_callback(callback)
     blocks = {**vars(model_args), **vars(data_args), "dataset": trainer.dataset_name}
@@ -182,7 +161,7 @@ def measure(
     return found
 
 
-def _report_weights(trainer: AvgKTrainer, test: Dataset, ks: Sequence[float]) -> dict[str, Any]:
+def _test_weights(trainer: AvgKTrainer, test: Dataset, ks: Sequence[float]) -> dict[str, Any]:
     """Calibrate the trainer's model on validation and evaluate it on test: each once, for all K, heads and scores."""
     config = trainer.model.config
     validation = measure(trainer, trainer.eval_dataset, ks)
@@ -202,16 +181,14 @@ def _report_weights(trainer: AvgKTrainer, test: Dataset, ks: Sequence[float]) ->
 
 def best_head(calibrated: dict, score: str, k: float) -> str:
     """The head with the highest validation accuracy."""
-    return max(
-        (head for kind, head in calibrated if kind == score),
-        key=lambda head: calibrated[score, head][k]["average_k_accuracy"],
-    )
+    heads = [head for kind, head in calibrated if kind == score]
+    return max(heads, key=lambda head: calibrated[score, head][k]["average_k_accuracy"])
 
 
 def _nested(results: dict[tuple[str, str], dict[float, dict[str, float]]]) -> dict[str, Any]:
-    nested: dict[str, Any] = {}
+    nested: dict[str, Any] = defaultdict(dict)
     for (kind, head), of_k in results.items():
-        nested.setdefault(kind, {})[head] = {k_key(k): metrics for k, metrics in of_k.items()}
+        nested[kind][head] = {k_key(k): metrics for k, metrics in of_k.items()}
     return nested
 
 
@@ -219,9 +196,8 @@ def train_run(comparison: Comparison, run: Run) -> Results:
     """Train one run and return what is written to its file; a training that diverges has an `error` and no results."""
     start, cpu_start = time.perf_counter(), time.process_time()
     with tempfile.TemporaryDirectory() as folder:
-        trainer, data, config = _trainer(comparison, run, folder)
-        own = trainer.model.config.k
-        best = BestWeights(run.ks, own)
+        trainer, data, config = run_trainer(comparison, run, folder)
+        best = BestWeights(run.ks, trainer.model.config.k)
         trainer.add_callback(best)
         error, kept = None, []
         try:
@@ -230,28 +206,28 @@ def train_run(comparison: Comparison, run: Run) -> Results:
                 trainer.model.load_state_dict(best.weights[step])
                 ks = [k for k in run.ks if best.best[k][1] == step]
                 # a model is reported at its own K, and to see what another K would have lost, at the others
-                found = _report_weights(trainer, data["test"], comparison.k)
+                found = _test_weights(trainer, data["test"], comparison.k)
                 kept.append({"k": ks, "step": step, "epoch": best.best[ks[0]][2], **found})
         except NotFinite as divergence:
             error = str(divergence)
-        versions = {name: version(name) for name in ("torch", "timm", "transformers", "datasets")}
-        return {
-            "phase": run.phase,
-            "loss": run.loss,
-            "objective": comparison.objective(run.loss),
-            "k": run.k,
-            "values": run.values,
-            "seed": run.seed,
-            "config": config,
-            "versions": {"avgk_hf": __version__, **versions},
-            "images": {part: len(split) for part, split in data.items()},
-            "seconds": time.perf_counter() - start,
-            "cpu_seconds": time.process_time() - cpu_start,  # what it would take on a machine that does nothing else
-            "epochs": float(trainer.state.epoch or 0),
-            "error": error,
-            "curve": _curve(trainer.state.log_history, comparison.k, own),
-            "kept": kept,
-        }
+    versions = {name: version(name) for name in ("torch", "timm", "transformers", "datasets")}
+    return {
+        "phase": run.phase,
+        "loss": run.loss,
+        "objective": comparison.objective(run.loss),
+        "k": run.k,
+        "values": run.values,
+        "seed": run.seed,
+        "config": config,
+        "versions": {"avgk_hf": __version__, **versions},
+        "images": {part: len(split) for part, split in data.items()},
+        "seconds": time.perf_counter() - start,
+        "cpu_seconds": time.process_time() - cpu_start,  # what it would take on a machine that does nothing else
+        "epochs": float(trainer.state.epoch or 0),
+        "error": error,
+        "curve": _curve(trainer.state.log_history, comparison.k, trainer.model.config.k),
+        "kept": kept,
+    }
 
 
 def _curve(history: list[dict[str, Any]], ks: Sequence[float], own: float) -> list[dict[str, Any]]:
@@ -263,53 +239,47 @@ def _curve(history: list[dict[str, Any]], ks: Sequence[float], own: float) -> li
             "train_loss": losses.get(entry["step"]),
             "validation_loss": entry["eval_loss"],
             "top1_accuracy": entry["eval_top1_accuracy"],
-            "average_k_accuracy": {k_key(k): entry["eval_average_k_accuracy" + _suffix(k, own)] for k in ks},
+            "average_k_accuracy": {k_key(k): _accuracy(entry, k, own) for k in ks},
         }
         for entry in history
         if "eval_average_k_accuracy" in entry
     ]
 
 
+def _locks(comparison: Comparison) -> Path:
+    return output_folder(Path(comparison.output_dir) / ".locks")
+
+
 def work(comparison: Comparison, workers: int = 1) -> None:
     """Do what is left, run after run; what another worker holds is left to it, and taken over if that one dies."""
     torch.set_num_threads(1)  # on every machine and with every number of workers the same rounding
-    locks = output_folder(Path(comparison.output_dir) / ".locks")
-    while True:
-        runs, unknown = plan(comparison)
-        left = [run for run in runs if finished(comparison, run) is None]
-        if not left and not unknown:
-            return
+    locks = _locks(comparison)
+    while left := [run for run in plan(comparison) if finished(comparison, run) is None]:
         for run in left:
             path = run_path(comparison, run)
             lock = FileLock(locks / f"{path.stem}.lock")  # the system releases it when the process ends, however
             try:
-                lock.acquire(blocking=False)
+                if run.values is None:  # not chosen yet
+                    continue
+                with lock.acquire(blocking=False):
+                    if not path.exists():
+                        results = train_run(comparison, run)
+                        write_text(path, json.dumps(results, indent=1, ensure_ascii=False) + "\n")
+                        print(_progress(comparison, run, results, workers), flush=True)
+                break
             except Timeout:
                 continue
-            try:
-                if not path.exists():
-                    results = train_run(comparison, run)
-                    write_json(path, results)
-                    print(_progress(comparison, run, results, workers), flush=True)
-            finally:
-                lock.release()
-            break
         else:
             time.sleep(1)  # all that is left is being done by others
 
 
 def _progress(comparison: Comparison, run: Run, results: Results, workers: int) -> str:
-    runs, unknown = plan(comparison)
+    runs = plan(comparison)
     done = sum(finished(comparison, other) is not None for other in runs)
-    value = results["error"] or f"validation {100 * best_of_curve(results, _own_k(comparison, run)):.2f}"
+    value = results["error"] or f"validation {100 * best_of_curve(results, run.k or comparison.first_k):.2f}"
     left = time_left(comparison) / workers
-    return f"[{done}/{len(runs) + len(unknown)}] {run}: {value}, {_duration(results['seconds'])}" + (
-        f"; about {_duration(left)} left" if left else ""
-    )
-
-
-def _own_k(comparison: Comparison, run: Run) -> float:
-    return run.k or comparison.tune_k or comparison.k[0]
+    text = f"[{done}/{len(runs)}] {run}: {value}, {_duration(results['seconds'])}"
+    return f"{text}; about {_duration(left)} left" if left else text
 
 
 def _duration(seconds: float) -> str:
@@ -324,55 +294,38 @@ def _duration(seconds: float) -> str:
     return f"{minutes} min" if minutes < 90 else f"{minutes // 60} h {minutes % 60} min"
 
 
-def time_left(comparison: Comparison, per_epoch: float | None = None) -> float:
-    """Seconds of one worker for everything that is not finished.
-
-    Args:
-        comparison: The comparison.
-        per_epoch: Seconds of an epoch, for losses without a finished run; default: the mean of the others.
-    """
-    runs, unknown = plan(comparison)
-    times: dict[str, list[float]] = {}
-    for run in runs:
+def time_left(comparison: Comparison, per_epoch: float = 0.0) -> float:
+    """Seconds of one worker for all that is not finished, `per_epoch` for losses of which no other run is known."""
+    times, left = defaultdict(list), []
+    for run in plan(comparison):
         result = finished(comparison, run)
-        if result is not None and result["epochs"]:
-            factor = comparison.more_data if run.phase == "more_data" else 1
-            times.setdefault(run.loss, []).append(result["seconds"] / result["epochs"] / factor)
-    means = {loss: sum(values) / len(values) for loss, values in times.items()}
-    other = sum(means.values()) / len(means) if means else per_epoch or 0.0
-    seconds = 0.0
-    for run in runs:
-        if finished(comparison, run) is None:
-            factor = comparison.more_data if run.phase == "more_data" else 1
-            seconds += num_epochs(comparison, run.values) * factor * means.get(run.loss, other)
-    for loss, _, seed in unknown:
-        epochs = [num_epochs(comparison, values) for values in comparison.configurations(loss)]
-        factor = comparison.more_data**0.5 if seed == comparison.tune_seed else 1
-        seconds += sum(epochs) / len(epochs) * factor * means.get(loss, other)
-    return seconds
+        if result is None:
+            left.append(run)
+        elif result["epochs"]:
+            times[run.loss].append(result["seconds"] / result["epochs"] / times_data(comparison, run))
+    means = {loss: mean(values) for loss, values in times.items()}
+    other = mean(means.values()) if means else per_epoch
+    return sum(num_epochs(comparison, run) * means.get(run.loss, other) for run in left)
 
 
-def describe(comparison: Comparison, workers: int) -> str:
-    """The plan, and how long it will take: from finished runs, or from a few timed steps."""
-    runs, unknown = plan(comparison)
-    done = [run for run in runs if finished(comparison, run) is not None]
-    lines = [f"{len(runs) + len(unknown)} trainings, {len(done)} of them finished; results in {comparison.output_dir}"]
+def describe_plan(comparison: Comparison, workers: int) -> str:
+    """What there is to do, and how long it will take: from finished runs, or from a few timed steps."""
+    runs = plan(comparison)
+    done = sum(finished(comparison, run) is not None for run in runs)
+    lines = [f"{len(runs)} trainings, {done} of them finished; results in {comparison.output_dir}"]
     for loss in comparison.losses:
-        tuned, final = comparison.tuned_ks(loss), [run for run in runs if run.phase == "final" and run.loss == loss]
-        number = len(final) + sum(name == loss and seed != comparison.tune_seed for name, _, seed in unknown)
+        tuned, phases = comparison.tuned_ks(loss), [run.phase for run in runs if run.loss == loss]
         at = "once for all K" if tuned == [None] else f"for K = {', '.join(k_key(k) for k in tuned)}"
-        count = len(tuned) * len(comparison.configurations(loss))
-        lines.append(f"  {loss}: {count} trainings to tune it ({at}), {number} to report")
+        count = {phase: phases.count(phase) for phase in ("tune", "final")}
+        lines.append(f"  {loss}: {count['tune']} trainings to tune it ({at}), {count['final']} to report")
     if comparison.tune_k is None and not all(comparison.loss(loss).needs_k for loss in comparison.losses):
         lines.append("  losses without K are trained again for each K that prefers other hyperparameters")
     if comparison.more_data and comparison.on_glyphs:
         lines.append(f"  {comparison.baseline} on {comparison.more_data} times the training images")
-    if len(done) == len(runs) and not unknown:
+    if done == len(runs):
         return "\n".join([*lines, "nothing is left to do"])
-    per_epoch = None
-    if done:
-        source = f"from the {len(done)} finished"
-    else:
+    per_epoch, source = 0.0, f"from the {done} finished"
+    if not done:
         per_epoch = time_epoch(comparison)
         source = f"from {TIMED_STEPS} timed steps of {next(iter(comparison.losses))}, {per_epoch:.1f} s an epoch"
     left = time_left(comparison, per_epoch)
@@ -383,9 +336,8 @@ def describe(comparison: Comparison, workers: int) -> str:
 def time_epoch(comparison: Comparison) -> float:
     """Seconds of an epoch with its evaluation, from a few steps of the first loss."""
     torch.set_num_threads(1)
-    run = plan(comparison)[0][0]
     with tempfile.TemporaryDirectory() as folder:
-        trainer, _, _ = _trainer(comparison, run, folder)
+        trainer, _, _ = run_trainer(comparison, plan(comparison)[0], folder)
         args = trainer.args
         in_epoch = len(trainer.get_train_dataloader()) / args.gradient_accumulation_steps
         args.max_steps, args.eval_strategy = TIMED_STEPS, "no"
@@ -401,18 +353,6 @@ def time_epoch(comparison: Comparison) -> float:
         return step * in_epoch + time.perf_counter() - start
 
 
-def _worker(comparison: Comparison, workers: int) -> None:
-    """What a process of its own does; it ends with the one that started it."""
-
-    def watch() -> None:
-        multiprocessing.parent_process().join()
-        os._exit(1)
-
-    threading.Thread(target=watch, daemon=True).start()
-    disable_progress_bars()
-    sys.exit(guarded("compare", lambda: work(comparison, workers)))
-
-
 def run_comparison(comparison: Comparison, workers: int = 1, dry_run: bool = False) -> str:
     """Do the comparison, or what is left of it, and write report.md, report.json and pictures.
 
@@ -426,28 +366,23 @@ def run_comparison(comparison: Comparison, workers: int = 1, dry_run: bool = Fal
     """
     if os.environ.get("WORLD_SIZE", "1") != "1":
         raise ValueError("a comparison is shared by `--workers`, or by several shells, not by accelerate or torchrun.")
-    if isinstance(workers, bool) or not isinstance(workers, int) or workers < 1:
-        raise ValueError(f"workers={workers!r} must be a whole number of at least 1.")
+    check_whole("workers", workers, 1)
     if dry_run:
-        return describe(comparison, workers)
+        return describe_plan(comparison, workers)
     output_folder(comparison.output_dir)
-    runs, unknown = plan(comparison)
-    if unknown or any(finished(comparison, run) is None for run in runs):
-        try:
-            if workers == 1:
-                work(comparison)
-            else:
-                _work_together(comparison, workers)
-        except KeyboardInterrupt as stop:
-            raise type(stop)("stopped; finished runs are kept, and the same command goes on with the rest.") from None
-    with FileLock(output_folder(Path(comparison.output_dir) / ".locks") / "report.lock"):
+    try:
+        if workers == 1:
+            work(comparison)
+        elif any(finished(comparison, run) is None for run in plan(comparison)):
+            _work_together(comparison, workers)
+    except KeyboardInterrupt as stop:
+        raise type(stop)("stopped; finished runs are kept, and the same command goes on with the rest.") from None
+    with FileLock(_locks(comparison) / "report.lock"):
         return write_comparison(comparison)
 
 
 def _work_together(comparison: Comparison, workers: int) -> None:
     context = multiprocessing.get_context("spawn")
-    before = os.environ.get("OMP_NUM_THREADS")
-    os.environ["OMP_NUM_THREADS"] = "1"  # read when torch is imported
     processes = [context.Process(target=_worker, args=(comparison, workers)) for _ in range(workers)]
     try:
         for process in processes:
@@ -464,7 +399,15 @@ def _work_together(comparison: Comparison, workers: int) -> None:
         for process in processes:
             if process.is_alive():
                 process.terminate()
-        if before is None:
-            os.environ.pop("OMP_NUM_THREADS")
-        else:
-            os.environ["OMP_NUM_THREADS"] = before
+
+
+def _worker(comparison: Comparison, workers: int) -> None:
+    """What a process of its own does; it ends with the one that started it."""
+
+    def watch() -> None:
+        multiprocessing.parent_process().join()
+        os._exit(1)
+
+    threading.Thread(target=watch, daemon=True).start()
+    disable_progress_bars()
+    sys.exit(guarded("compare", lambda: work(comparison, workers)))

@@ -13,6 +13,7 @@ import logging
 import os
 import shutil
 import sys
+from collections.abc import Callable
 from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any
@@ -20,28 +21,22 @@ from typing import Any
 from filelock import FileLock
 from transformers import set_seed
 
-from .files import output_folder, write_text
-from .losses import every_hyperparameter
-from .model_card import as_markdown
-from .modeling import AvgKForImageClassification
+from ..checks import check_choice, check_whole
+from ..files import output_folder, write_text
+from ..losses import every_hyperparameter
+from ..model_card import as_markdown
+from ..modeling import AvgKForImageClassification
+from ..train import build_model, check_combinations, load_data, make_trainer, parse_recipe, read_recipe, run_seeds
+from ..trainer import AvgKTrainer, NotFinite
+from ..training_args import AvgKTrainingArguments
+from .columns import ACCURACY, as_table
 from .plots import sweep_curve
-from .report import as_text, interval
-from .shell import is_secret
-from .train import (
-    build_model,
-    check_combinations,
-    load_data,
-    make_trainer,
-    parse_recipe,
-    read_recipe,
-    run_seeds,
-)
-from .trainer import AvgKTrainer, NotFinite
-from .training_args import AvgKTrainingArguments
+from .seeds import interval
+from .spec import as_flags, check_search, flag_names, measured_only, plain, read_spec
 
-METRIC = "eval_average_k_accuracy"
-BACKENDS = ("optuna", "ray")
-OWN = ("seed", "seeds", "output_dir")  # what a sweep sets itself
+METRIC = f"eval_{ACCURACY.metric}"
+BATCH = "per_device_train_batch_size"
+OWN = {"seed", "seeds", "output_dir"}  # what a sweep sets itself
 
 
 @dataclass
@@ -59,7 +54,7 @@ class Sweep:
     """
 
     recipe: str
-    search: dict[str, list[Any]]
+    search: dict[str, list[Any]] = field(default_factory=dict)
     seeds: int = 1
     scale_learning_rate: bool = False
     output_dir: str | None = None
@@ -67,27 +62,15 @@ class Sweep:
     overrides: list[str] = field(default_factory=list)
 
     def __post_init__(self) -> None:
-        if not isinstance(self.output_dir, str | Path | None):
-            raise ValueError(f"output_dir={self.output_dir!r} must be the name of a folder.")
-        for text in self.overrides:
-            if text.partition("=")[0].removeprefix("--").replace("-", "_") in OWN:
-                raise ValueError(f"{text}: a sweep has the seeds 0, 1, ... (`--seeds`) and its own folder (`--out`).")
-        if not isinstance(self.search, dict) or not self.search:
+        for name in flag_names(self.overrides) & OWN:
+            raise ValueError(f"--{name}: a sweep has the seeds 0, 1, ... (`--seeds`) and its own folder (`--out`).")
+        if not self.search:
             raise ValueError("nothing to search: name a field and its values, e.g. `--search alpha=0.1,1,10`.")
-        training = {f.name for f in fields(AvgKTrainingArguments)}
-        for name, values in self.search.items():
-            if name not in _of_model() and (name not in training or name in OWN or is_secret(name)):
-                known = sorted({*_of_model(), "learning_rate", "num_train_epochs", "per_device_train_batch_size"})
-                raise ValueError(f"search: {name!r} cannot be searched; choose among {', '.join(known)} and the like.")
-            values = [_plain(value) for value in values] if isinstance(values, list) else values
-            if not isinstance(values, list) or not values or any(values.count(value) > 1 for value in values):
-                raise ValueError(f"search: {name}={values!r} must be a list of different values.")
-            self.search = {**self.search, name: values}
+        training = {item.name for item in fields(AvgKTrainingArguments)} - OWN
+        self.search = check_search("search", self.search, training | _of_model())
         check_combinations("search", self.search.values())
-        if not isinstance(self.seeds, int) or self.seeds < 1:
-            raise ValueError(f"seeds={self.seeds!r} must be a whole number, at least 1.")
-        if self.backend not in BACKENDS:
-            raise ValueError(f"backend={self.backend!r} is unknown; choose one of {list(BACKENDS)}.")
+        check_whole("seeds", self.seeds, 1)
+        check_choice("backend", self.backend, BACKENDS)
         if self.output_dir is None:
             self.output_dir = f"runs/sweep-{Path(self.recipe).parent.name}-{Path(self.recipe).stem}"
 
@@ -115,15 +98,7 @@ def read_sweep(path: str, **given: Any) -> Sweep:
         given: Fields of `Sweep` from the command line; None where not given.
     """
     content = read_recipe(Path(path))
-    if "recipe" in content:
-        known = {f.name for f in fields(Sweep)} - {"overrides"}
-        unknown = [name for name in content if name not in known]
-        if unknown:
-            raise ValueError(f"unknown field {unknown[0]!r} in {path}; a sweep has {', '.join(sorted(known))}.")
-        content = {"search": {}, **content, "recipe": str(Path(path).parent / str(content["recipe"]))}
-    else:
-        content = {"recipe": path, "search": {}}
-    return Sweep(**{**content, **{name: value for name, value in given.items() if value is not None}})
+    return read_spec(Sweep, path, content if "recipe" in content else {"recipe": Path(path).name}, given)
 
 
 def parse_search(texts: list[str]) -> dict[str, list[Any]]:
@@ -137,22 +112,8 @@ def parse_search(texts: list[str]) -> dict[str, list[Any]]:
         name, equals, values = text.partition("=")
         if not equals or not values:
             raise ValueError(f"--search {text}: write the field and its values, e.g. `--search alpha=0.1,1,10`.")
-        search[name.replace("-", "_")] = [_plain(value) for value in values.split(",")]
+        search[name.replace("-", "_")] = [plain(value) for value in values.split(",")]
     return search
-
-
-def _plain(value: Any) -> Any:
-    """Text as the number or truth value that it writes; YAML's own rules take 1e-3 for text."""
-    if not isinstance(value, str):
-        return value
-    if value.lower() in ("true", "false"):
-        return value.lower() == "true"
-    for kind in (int, float):
-        try:
-            return kind(value)
-        except ValueError:
-            continue
-    return value
 
 
 def run_sweep(sweep: Sweep) -> dict[str, Any]:
@@ -164,17 +125,17 @@ def run_sweep(sweep: Sweep) -> dict[str, Any]:
     if os.environ.get("WORLD_SIZE", "1") != "1":
         raise ValueError("a sweep is shared by starting `avgk sweep` several times, not by several processes of one.")
     for values in sweep.combinations():  # a value that is refused is refused now, and not after hours
-        parse_recipe([sweep.recipe, *sweep.overrides, *_flags(values)])
+        parse_recipe([sweep.recipe, *sweep.overrides, *as_flags(values)])
     folder = output_folder(sweep.output_dir)
     try:
-        return _run(sweep, folder)
+        return _search(sweep, folder)
     except KeyboardInterrupt as stop:
         raise type(stop)(f"stopped; finished trainings are kept in {folder}, and the same command goes on.") from None
 
 
-def _run(sweep: Sweep, folder: Path) -> dict[str, Any]:
-    trials = {"optuna": _search_optuna, "ray": _search_ray}[sweep.backend](sweep, folder)
-    rows = summarise(sweep, trials)
+def _search(sweep: Sweep, folder: Path) -> dict[str, Any]:
+    trials = BACKENDS[sweep.backend](sweep, folder)
+    rows = summarise_trials(sweep, trials)
     missing = [row["values"] for row in rows if row["n"] + row["diverged"] < sweep.seeds]
     if missing:  # another worker is still at it
         print(f"{len(missing)} of {len(rows)} combinations are still being trained elsewhere; run the command again.")
@@ -183,22 +144,22 @@ def _run(sweep: Sweep, folder: Path) -> dict[str, Any]:
     if not whole:
         raise ValueError("a training of every combination diverged, so there is no winner: search smaller values.")
     best = max(whole, key=lambda row: row["mean"])["values"]
-    values = [f"{name}-{value}" for name, value in best.items()]
-    winner = folder / "-".join(["winner", *values, sweep.digest])
-    overrides = [*_flags({**best, **_scaled(sweep, best)}), "--output_dir", str(winner), "--seed", "0"]
-    overrides += ["--resume_from_checkpoint", "last"]
+    winner = folder / "-".join(["winner", *(f"{name}-{value}" for name, value in best.items()), sweep.digest])
+    own = {**best, **_scaled(sweep, best), "output_dir": winner, "seed": 0, "seeds": sweep.seeds}
+    own["resume_from_checkpoint"] = "last"
     with FileLock(folder / "winner.lock"):  # of several workers one trains it, and the others find it finished
-        text = run_seeds([sweep.recipe, *sweep.overrides, *overrides, "--seeds", str(sweep.seeds)], keep=True)
+        text = run_seeds([sweep.recipe, *sweep.overrides, *as_flags(own)], keep=True)
     found = {"recipe": sweep.recipe, "search": sweep.search, "seeds": sweep.seeds, "summary": rows, "winner": best}
     found["runs"] = str(winner)
     write_text(folder / "sweep.json", json.dumps({**found, "trials": trials}, indent=2) + "\n")
-    write_text(folder / "sweep.md", markdown(rows, best) + "\n" + text)
-    for name in sweep.search:
-        sweep_curve(_along(rows, name, best), name, folder / f"{name}.png")
+    write_text(folder / "sweep.md", f"{trials_table(rows, best)}\n\n{text}")
+    for name in sweep.search:  # the rows that differ from the winner in nothing but one field
+        along = [row for row in whole if {**row["values"], name: best[name]} == best]
+        sweep_curve([{"value": row["values"][name], **row} for row in along], folder / f"{name}.png", name)
     return found
 
 
-def summarise(sweep: Sweep, trials: list[dict[str, Any]]) -> list[dict[str, Any]]:
+def summarise_trials(sweep: Sweep, trials: list[dict[str, Any]]) -> list[dict[str, Any]]:
     """For each combination the mean validation accuracy over seeds, its interval, and how many trainings diverged."""
     rows = []
     for values in sweep.combinations():
@@ -210,30 +171,15 @@ def summarise(sweep: Sweep, trials: list[dict[str, Any]]) -> list[dict[str, Any]
     return rows
 
 
-def markdown(rows: list[dict[str, Any]], best: dict[str, Any]) -> str:
+def trials_table(rows: list[dict[str, Any]], best: dict[str, Any]) -> str:
     """The summary as a table, the winner in bold."""
-    names = list(best)
-    lines = [f"| {' | '.join(names)} | validation average-K accuracy | seeds |", "|---" * (len(names) + 2) + "|"]
+    body = []
     for row in rows:
         mark = "**" if row["values"] == best else ""
-        cells = [f"{mark}{as_markdown(row['values'][name])}{mark}" for name in names]
-        text = f"{row['diverged']} diverged" if row["diverged"] else as_text(row, percent=True)
-        lines.append(f"| {' | '.join(cells)} | {mark}{text}{mark} | {row['n']} |")
-    return "\n".join(lines) + "\n"
-
-
-def _along(rows: list[dict[str, Any]], name: str, best: dict[str, Any]) -> list[dict[str, Any]]:
-    """The rows that differ from the winner in nothing but one field, without those that diverged."""
-    others = [other for other in best if other != name]
-    return [
-        {"value": row["values"][name], **{key: row[key] for key in ("mean", "half_width")}}
-        for row in rows
-        if not row["diverged"] and all(row["values"][other] == best[other] for other in others)
-    ]
-
-
-def _flags(values: dict[str, Any]) -> list[str]:
-    return [text for name, value in values.items() for text in (f"--{name}", str(value))]
+        text = f"{row['diverged']} diverged" if row["diverged"] else ACCURACY.cell(row)
+        cells = [*(as_markdown(row["values"][name]) for name in best), text]
+        body.append([*(f"{mark}{cell}{mark}" for cell in cells), str(row["n"])])
+    return as_table([*best, f"validation {ACCURACY.title}", "seeds"], body)
 
 
 def _of_model() -> set[str]:
@@ -243,19 +189,16 @@ def _of_model() -> set[str]:
 
 def _scaled(sweep: Sweep, values: dict[str, Any]) -> dict[str, float]:
     """The learning rate for a searched batch size."""
-    batch = "per_device_train_batch_size"
-    if not sweep.scale_learning_rate or batch not in values:
+    if not sweep.scale_learning_rate or BATCH not in values:
         return {}
     _, _, args = parse_recipe([sweep.recipe, *sweep.overrides])
     rate = values.get("learning_rate", args.learning_rate)
-    return {"learning_rate": rate * values[batch] / args.per_device_train_batch_size}
+    return {"learning_rate": rate * values[BATCH] / args.per_device_train_batch_size}
 
 
 def _trainer(sweep: Sweep, folder: Path) -> AvgKTrainer:
     """A trainer that builds the model of a trial; it keeps no checkpoints, and never sees the test split."""
-    kept = ["--output_dir", str(folder / "trials"), "--save_strategy", "no", "--load_best_model_at_end", "false"]
-    model_args, data_args, args = parse_recipe([sweep.recipe, *sweep.overrides, *kept])
-    args.early_stopping_patience = None  # its count would go on from one trial to the next
+    model_args, data_args, args = measured_only(sweep.recipe, sweep.overrides, {}, str(folder / "trials"))
     data, _ = load_data(data_args, args)
     classes = data["train"].features["label"].names
 
@@ -280,14 +223,18 @@ def _values(sweep: Sweep, trial: Any) -> dict[str, Any]:
     return {name: trial.suggest_categorical(name, options) for name, options in sweep.grid.items()}
 
 
-def _best_so_far(trainer: Any) -> Any:
+def _best_so_far(trainer: AvgKTrainer) -> Callable[[dict[str, float]], float]:
     """The objective of a trial: its best evaluation, as the best checkpoint of a training would be chosen."""
 
     def objective(metrics: dict[str, float]) -> float:
-        history = [entry[METRIC] for entry in trainer.state.log_history if METRIC in entry]
-        return max([metrics[METRIC], *history])
+        return max(entry[METRIC] for entry in (metrics, *trainer.state.log_history) if METRIC in entry)
 
     return objective
+
+
+def _trial(sweep: Sweep, values: dict[str, Any], accuracy: float | None) -> dict[str, Any]:
+    """What is kept of a trial; one that diverged has no accuracy."""
+    return {"values": {name: values[name] for name in sweep.search}, "seed": values["seed"], "value": accuracy}
 
 
 def _is_no_warning(record: logging.LogRecord) -> bool:
@@ -302,63 +249,65 @@ def _search_optuna(sweep: Sweep, folder: Path) -> list[dict[str, Any]]:
         raise ImportError("a sweep needs optuna: `pip install 'avgk_hf[sweep]'`.") from error
     # a trial that fails ends the sweep with a message of one line; optuna would put a traceback before it
     logging.getLogger("optuna.study._optimize").addFilter(_is_no_warning)
-    grid = sweep.grid
-    # what a study searches is fixed when it is made: another search is another study
-    name = json.dumps({"recipe": sweep.digest, "grid": grid})
-    # optuna's own default ends trials that are below the median: every value of a curve would rest on other seeds
-    place = {"storage": f"sqlite:///{folder / 'study.db'}", "study_name": name, "pruner": optuna.pruners.NopPruner()}
-    sampler = optuna.samplers.GridSampler(grid, seed=0)
+    options = {
+        "storage": f"sqlite:///{folder / 'study.db'}",
+        # what a study searches is fixed when it is made: another search is another study
+        "study_name": json.dumps({"recipe": sweep.digest, "grid": sweep.grid}),
+        "sampler": optuna.samplers.GridSampler(sweep.grid, seed=0),
+        # optuna's own default ends trials that are below the median: every value of a curve would rest on other seeds
+        "pruner": optuna.pruners.NopPruner(),
+        "direction": "maximize",
+        "load_if_exists": True,
+    }
     with FileLock(folder / "study.lock"):  # two workers that begin together would both make the tables, and one fail
-        study = optuna.create_study(**place, sampler=sampler, direction="maximize", load_if_exists=True)
-    ended = [TrialState.COMPLETE, TrialState.PRUNED]  # pruned: the training diverged
-    finished = study.get_trials(deepcopy=False, states=ended)
-    queued = study.get_trials(deepcopy=False, states=[TrialState.WAITING, TrialState.RUNNING])
-    known = [trial.system_attrs.get("fixed_params", trial.params) for trial in (*finished, *queued)]
-    for trial in study.get_trials(deepcopy=False, states=[TrialState.FAIL]):  # interrupted: the sampler counts it
-        if trial.params.keys() == grid.keys() and trial.params not in known:
+        study = optuna.create_study(**options)
+
+    def trials(*states: TrialState) -> list[Any]:
+        return study.get_trials(deepcopy=False, states=states)
+
+    ended = TrialState.COMPLETE, TrialState.PRUNED  # pruned: the training diverged
+    open_or_ended = trials(*ended, TrialState.WAITING, TrialState.RUNNING)
+    known = [trial.system_attrs.get("fixed_params", trial.params) for trial in open_or_ended]
+    for trial in trials(TrialState.FAIL):  # interrupted: the sampler counts it
+        if trial.params.keys() == sweep.grid.keys() and trial.params not in known:
             # as `enqueue_trial`, which would leave out the place in the grid that the sampler asks for
             attributes = {**trial.system_attrs, "fixed_params": trial.params}
             study.add_trial(optuna.create_trial(state=TrialState.WAITING, system_attrs=attributes))
             known.append(trial.params)
-    done = {json.dumps(trial.params, sort_keys=True) for trial in finished}
+    done = len({json.dumps(trial.params, sort_keys=True) for trial in trials(*ended)})
     total = len(sweep.combinations()) * sweep.seeds
-    print(f"{total} trainings, {len(done)} of them finished; study in {folder / 'study.db'}")
-    if len(done) < total:
-        trainer = _trainer(sweep, folder)
-        train = trainer.train
-
-        def attempt(*args: Any, **kwargs: Any) -> Any:
-            """A training that diverges ends its trial, not the sweep."""
-            try:
-                return train(*args, **kwargs)
-            except NotFinite as error:
-                raise optuna.TrialPruned(str(error)) from error
-
-        trainer.train = attempt
-
-        def space(trial: Any) -> dict[str, Any]:
-            """What of a trial the training arguments take."""
-            values = _values(sweep, trial)
-            own = {name: value for name, value in values.items() if name not in _of_model()}
-            return {**own, **_scaled(sweep, values)}
-
+    print(f"{total} trainings, {done} of them finished; study in {folder / 'study.db'}")
+    if done < total:
         try:
-            trainer.hyperparameter_search(
-                space, _best_so_far(trainer), n_trials=total, direction="maximize", backend="optuna", sampler=sampler,
-                load_if_exists=True, **place,
-            )  # fmt: skip
+            _train_trials(sweep, folder, total, optuna.TrialPruned, options)
         except ValueError:  # also where it looks for the best trial, and all have diverged
             if {trial.state for trial in study.get_trials(deepcopy=False)} != {TrialState.PRUNED}:
                 raise
         shutil.rmtree(folder / "trials", ignore_errors=True)
-    return [
-        {
-            "values": {key: trial.params[key] for key in sweep.search},
-            "seed": trial.params["seed"],
-            "value": trial.value if trial.state == TrialState.COMPLETE else None,
-        }
-        for trial in study.get_trials(deepcopy=False, states=ended)
-    ]
+    values = {trial.number: trial.value if trial.state == TrialState.COMPLETE else None for trial in trials(*ended)}
+    return [_trial(sweep, trial.params, values[trial.number]) for trial in trials(*ended)]
+
+
+def _train_trials(sweep: Sweep, folder: Path, total: int, pruned: type[Exception], options: dict[str, Any]) -> None:
+    """What is left of a study."""
+    trainer = _trainer(sweep, folder)
+    train = trainer.train
+
+    def attempt(*args: Any, **kwargs: Any) -> Any:
+        """A training that diverges ends its trial, not the sweep."""
+        try:
+            return train(*args, **kwargs)
+        except NotFinite as error:
+            raise pruned(str(error)) from error
+
+    def space(trial: Any) -> dict[str, Any]:
+        """What of a trial the training arguments take."""
+        values = _values(sweep, trial)
+        own = {name: value for name, value in values.items() if name not in _of_model()}
+        return {**own, **_scaled(sweep, values)}
+
+    trainer.train = attempt
+    trainer.hyperparameter_search(space, _best_so_far(trainer), n_trials=total, backend="optuna", **options)
 
 
 def _search_ray(sweep: Sweep, folder: Path) -> list[dict[str, Any]]:
@@ -372,15 +321,11 @@ def _search_ray(sweep: Sweep, folder: Path) -> list[dict[str, Any]]:
         )
     trainer = _trainer(sweep, folder)
     space = {name: tune.grid_search(options) for name, options in sweep.grid.items()}
+    place = {"storage_path": str((folder / "ray").resolve()), "name": "sweep"}
     best = trainer.hyperparameter_search(
-        lambda _: space, _best_so_far(trainer), n_trials=1, direction="maximize", backend="ray",
-        storage_path=str((folder / "ray").resolve()), name="sweep",
-    )  # fmt: skip
-    return [
-        {
-            "values": {key: trial.config[key] for key in sweep.search},
-            "seed": trial.config["seed"],
-            "value": trial.last_result["objective"],
-        }
-        for trial in best.run_summary.trials
-    ]
+        lambda _: space, _best_so_far(trainer), n_trials=1, direction="maximize", backend="ray", **place
+    )
+    return [_trial(sweep, trial.config, trial.last_result["objective"]) for trial in best.run_summary.trials]
+
+
+BACKENDS = {"optuna": _search_optuna, "ray": _search_ray}
