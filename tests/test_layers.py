@@ -22,7 +22,7 @@ LAYERS = [
     {"evaluation", "study.seeds"},
     {"app", "export"},
     {"space", "train"},
-    {"study.spec"},
+    {"study.spec", "study.training"},
     {"study.report", "study.sweep"},
     {"study.runner"},
     {"commands"},

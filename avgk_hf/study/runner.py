@@ -5,6 +5,7 @@ once. A finished training is one JSON file that is never computed again: the sam
 a second shell takes part of the work. Table and pictures are made from these files.
 """
 
+import itertools
 import json
 import multiprocessing
 import os
@@ -14,13 +15,14 @@ import threading
 import time
 from collections import defaultdict
 from collections.abc import Sequence
+from datetime import timedelta
 from importlib.metadata import version
 from pathlib import Path
 from statistics import mean
 from typing import Any
 
 import torch
-from datasets import Dataset, DatasetDict
+from datasets import Dataset
 from filelock import FileLock, Timeout
 from huggingface_hub.utils import disable_progress_bars
 from transformers import PrinterCallback, ProgressCallback, TrainerCallback
@@ -28,29 +30,17 @@ from transformers import PrinterCallback, ProgressCallback, TrainerCallback
 from .. import __version__
 from ..checks import check_whole
 from ..data import prepare
-from ..data.glyphs import load_glyphs
 from ..files import output_folder, write_text
 from ..set_statistics import SetStatistics
 from ..sets import HEADS, all_scores, k_key
 from ..shell import guarded, is_secret
-from ..train import Arguments, load_all, load_data, make_trainer, set_size_counts
+from ..train import Arguments, set_size_counts
 from ..trainer import AvgKTrainer, NotFinite
 from .report import SCORES, write_comparison
-from .spec import (
-    Comparison,
-    Results,
-    Run,
-    best_of_curve,
-    finished,
-    measured_only,
-    num_epochs,
-    plan,
-    run_path,
-    times_data,
-)
+from .spec import Comparison, Results, Run, best_of_curve, finished, num_epochs, plan, run_path
+from .training import load_trainer, measured_only
 
 TIMED_STEPS = 20
-_loaded: dict[str, Any] = {}  # the data of the last run, which the next one usually needs again
 
 
 class BestWeights(TrainerCallback):
@@ -91,34 +81,12 @@ def run_arguments(comparison: Comparison, run: Run, folder: str) -> Arguments:
     return measured_only(comparison.recipe, [*comparison.overrides, *ks], own, folder)
 
 
-def _load(comparison: Comparison, run: Run, arguments: Arguments) -> DatasetDict:
-    """The splits of a run, without test where it tunes."""
-    _, data_args, args = arguments
-    times = times_data(comparison, run)
-    key = json.dumps([vars(data_args), times], sort_keys=True)
-    if _loaded.get("key") != key:
-        _loaded.clear()
-        splits = load_all(data_args, args) if times == 1 else load_glyphs(data_args.glyphs_seed, times=times)
-        # train and validation, once a training has kept their tensors, are `ready`
-        _loaded.update(key=key, splits=splits, ready={})
-    splits, test = _loaded["splits"], data_args.test_split
-    if test not in splits:
-        raise ValueError(
-            f"the dataset {data_args.dataset!r} has no split {test!r}, only {list(splits)}: a comparison needs test"
-            " images; name them with `test_split:`."
-        )
-    return DatasetDict({name: split for name, split in splits.items() if run.phase != "tune" or name != test})
-
-
 def run_trainer(
     comparison: Comparison, run: Run, folder: str
 ) -> tuple[AvgKTrainer, dict[str, Dataset], dict[str, Any]]:
     """The trainer of a run, its data, and what the recipe came to."""
     model_args, data_args, args = arguments = run_arguments(comparison, run, folder)
-    data, _ = load_data(data_args, args, _load(comparison, run, arguments))
-    trainer = make_trainer(*arguments, {**data, **_loaded["ready"]})
-    if data_args.cache_images:
-        _loaded["ready"] = {"train": trainer.train_dataset, "validation": trainer.eval_dataset}
+    trainer, data = load_trainer(arguments, run.times, run.phase == "tune", needs_test=True)
     for callback in (PrinterCallback, ProgressCallback):
         trainer.remove_callback(callback)
     blocks = {**vars(model_args), **vars(data_args), "dataset": trainer.dataset_name}
@@ -283,15 +251,7 @@ def _progress(comparison: Comparison, run: Run, results: Results, workers: int) 
 
 
 def _duration(seconds: float) -> str:
-    """Seconds as a person would say them.
-
-    >>> _duration(42), _duration(600), _duration(9000)
-    ('42 s', '10 min', '2 h 30 min')
-    """
-    if seconds < 90:
-        return f"{seconds:.0f} s"
-    minutes = round(seconds / 60)
-    return f"{minutes} min" if minutes < 90 else f"{minutes // 60} h {minutes % 60} min"
+    return f"{timedelta(seconds=round(seconds))} h"
 
 
 def time_left(comparison: Comparison, per_epoch: float = 0.0) -> float:
@@ -302,7 +262,7 @@ def time_left(comparison: Comparison, per_epoch: float = 0.0) -> float:
         if result is None:
             left.append(run)
         elif result["epochs"]:
-            times[run.loss].append(result["seconds"] / result["epochs"] / times_data(comparison, run))
+            times[run.loss].append(result["seconds"] / result["epochs"] / run.times)
     means = {loss: mean(values) for loss, values in times.items()}
     other = mean(means.values()) if means else per_epoch
     return sum(num_epochs(comparison, run) * means.get(run.loss, other) for run in left)
@@ -342,9 +302,8 @@ def time_epoch(comparison: Comparison) -> float:
         in_epoch = len(trainer.get_train_dataloader()) / args.gradient_accumulation_steps
         args.max_steps, args.eval_strategy = TIMED_STEPS, "no"
         if comparison.arguments[1].cache_images:  # an epoch of a real run finds them
-            for split in (trainer.train_dataset, trainer.eval_dataset):
-                for start in range(0, len(split), 256):
-                    split[start : start + 256]
+            for _ in itertools.chain(trainer.train_dataset, trainer.eval_dataset):
+                pass
         start = time.perf_counter()
         trainer.train()
         step = (time.perf_counter() - start) / TIMED_STEPS

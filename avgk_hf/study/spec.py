@@ -30,14 +30,7 @@ Spec = TypeVar("Spec")
 
 
 def read_spec(kind: type[Spec], path: str, content: dict[str, Any], given: dict[str, Any]) -> Spec:
-    """A comparison or a sweep from the content of a file; what is given besides it, and not None, wins.
-
-    Args:
-        kind: The dataclass whose fields the file holds.
-        path: The file, to which `recipe` is relative.
-        content: What it holds.
-        given: Fields from the command line.
-    """
+    """A comparison or a sweep, from the content of a file, and what is given on the command line and not None."""
     known = {item.name: item for item in fields(kind) if item.name != "overrides"}
     for name in content:
         if name not in known:
@@ -57,14 +50,7 @@ def read_comparison(path: str, **given: Any) -> "Comparison":
 
 
 def check_search(place: str, search: Any, known: Collection[str], fixed: bool = False) -> dict[str, Any]:
-    """Return what is searched, numbers that YAML takes for text as numbers, or refuse it.
-
-    Args:
-        place: Where it stands, for messages.
-        search: {field: list of different values}.
-        known: The fields that can be searched.
-        fixed: Whether a field may have one value instead of a list.
-    """
+    """Return {known field: list of different values}, or with `fixed` one value, or refuse it; `place` says where."""
     if not isinstance(search, dict):
         raise ValueError(f"{place}: {search!r} must map fields to lists of values, e.g. `learning_rate: [0.1, 0.2]`.")
     for name, values in search.items():
@@ -93,32 +79,15 @@ def plain(value: Any) -> Any:
     >>> plain("1e-3"), plain("True"), plain("ml")
     (0.001, True, 'ml')
     """
-    if isinstance(value, str) and value.lower() in ("true", "false"):
-        return value.lower() == "true"
-    for kind in (int, float) if isinstance(value, str) else ():
-        try:
-            return kind(value)
-        except ValueError:
-            continue
-    return value
-
-
-def as_flags(values: dict[str, Any]) -> list[str]:
-    """Fields of a recipe as the arguments that override them."""
-    return [f"--{n}={json.dumps(v) if isinstance(v, (bool, dict)) else v}" for n, v in values.items()]
+    try:
+        return json.loads(value.lower()) if isinstance(value, str) else value
+    except (ValueError, RecursionError):
+        return value
 
 
 def flag_names(overrides: list[str]) -> set[str]:
     """The fields that such arguments set."""
     return {text[2:].split("=")[0].replace("-", "_") for text in overrides if text.startswith("--")}
-
-
-def measured_only(recipe: str, overrides: list[str], values: dict[str, Any], folder: str) -> Arguments:
-    """The recipe's three blocks for a training of which only the numbers are kept."""
-    own = {**values, "output_dir": folder, "save_strategy": "no", "load_best_model_at_end": False}
-    model_args, data_args, args = parse_recipe([recipe, *overrides, *as_flags(own)])
-    args.early_stopping_patience = None  # epochs are searched and the best is kept; its count would outlive a trial
-    return model_args, data_args, args
 
 
 @dataclass
@@ -269,23 +238,15 @@ def _parts(values: dict[str, Any], grid: dict[str, list[Any]]) -> Iterator[tuple
 
 @dataclass(frozen=True)
 class Run:
-    """One training of the comparison.
+    """One training of the comparison."""
 
-    Args:
-        phase: `"tune"`, `"final"`, or `"more_data"`.
-        loss: Name of the loss in the comparison.
-        k: K of the training; None for a loss that does not depend on it.
-        values: Its hyperparameters; None while they are not chosen yet.
-        seed: Of initialisation, batch order and generated data.
-        ks: For which K it is reported: weights are kept of the epoch that is best on validation for each.
-    """
-
-    phase: str
-    loss: str
-    k: float | None
-    values: dict[str, Any] | None
-    seed: int
-    ks: tuple[float, ...] = ()
+    phase: str  # "tune", "final", or "more_data"
+    loss: str  # its name in the comparison
+    k: float | None  # None for a loss that does not depend on it
+    values: dict[str, Any] | None  # hyperparameters; None while they are not chosen yet
+    seed: int  # of initialisation, batch order and generated data
+    ks: tuple[float, ...] = ()  # it is reported for: of each, the weights of the epoch that is best on validation
+    times: int = 1  # as many training images as the recipe's
 
     def __str__(self) -> str:
         values = ", ".join(f"{name} {value}" for name, value in (self.values or {}).items())
@@ -297,8 +258,8 @@ def run_path(comparison: Comparison, run: Run) -> Path:
     what = {"recipe": comparison.fields, "overrides": comparison.overrides}
     what["objective"] = comparison.objective(run.loss)
     what |= {"all_k": comparison.k, "run": [run.phase, run.k, run.values, run.seed, list(run.ks)]}
-    if run.phase == "more_data":
-        what["times"] = comparison.more_data
+    if run.times > 1:
+        what["times"] = run.times
     digest = hashlib.sha256(json.dumps(what, sort_keys=True).encode()).hexdigest()[:10]
     k = "" if run.k is None else f"-k{k_key(run.k)}"
     return Path(comparison.output_dir) / "runs" / f"{run.phase}-{run.loss}{k}-seed{run.seed}-{digest}.json"
@@ -364,7 +325,7 @@ def plan(comparison: Comparison) -> list[Run]:
             epochs = comparison.epochs(values) / comparison.more_data**0.5  # more steps in all
             values = {**values, "num_train_epochs": max(round(epochs), 1)}
         k = at if comparison.loss(loss).needs_k else None
-        runs.append(Run("more_data", loss, k, values, comparison.tune_seed, tuple(comparison.k)))
+        runs.append(Run("more_data", loss, k, values, comparison.tune_seed, tuple(comparison.k), comparison.more_data))
     for seed in range(comparison.seeds):  # seed by seed, so that data are generated once
         for loss, of_k in chosen.items():
             if comparison.loss(loss).needs_k:
@@ -378,13 +339,7 @@ def plan(comparison: Comparison) -> list[Run]:
 
 
 def num_epochs(comparison: Comparison, run: Run) -> float:
-    """The epochs of a run on the recipe's number of images; the mean of what is searched while nothing is chosen."""
+    """The epochs of a run, counted in the recipe's images; the mean of what is searched while nothing is chosen."""
     if run.values is not None:
-        return comparison.epochs(run.values) * times_data(comparison, run)
-    searched = mean(comparison.epochs(values) for values in comparison.configurations(run.loss))
-    return searched * times_data(comparison, run) ** 0.5
-
-
-def times_data(comparison: Comparison, run: Run) -> int:
-    """How many times the recipe's training images a run sees."""
-    return comparison.more_data if run.phase == "more_data" else 1
+        return comparison.epochs(run.values) * run.times
+    return mean(map(comparison.epochs, comparison.configurations(run.loss))) * run.times**0.5

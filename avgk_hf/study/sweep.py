@@ -1,9 +1,8 @@
 """Search hyperparameters on validation: `avgk sweep recipes/glyphs/avgk.yaml --search alpha=0.1,0.3,1,3,10 --seeds 3`.
 
-Every combination of values is trained with every seed by the Trainer's own `hyperparameter_search`. With Optuna (the
-default) finished trials are kept in SQLite in the output folder: the same command goes on after a crash, and in a
-second shell takes part of the work. The combination with the highest mean validation average-K accuracy wins; only it
-is then evaluated on test, once per seed.
+Every combination of values is trained with every seed. With Optuna (the default) finished trials are kept in SQLite
+in the output folder: the same command goes on after a crash, and in a second shell takes part of the work. The values
+with the highest mean validation average-K accuracy win; only they are then evaluated on test, once per seed.
 """
 
 import hashlib
@@ -11,28 +10,27 @@ import itertools
 import json
 import logging
 import os
-import shutil
 import sys
-from collections.abc import Callable
-from dataclasses import dataclass, field, fields, replace
+import tempfile
+from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any
 
+import torch
 from filelock import FileLock
-from transformers import set_seed
 
 from ..checks import check_choice, check_whole
 from ..files import output_folder, write_text
 from ..losses import every_hyperparameter
 from ..model_card import as_markdown
-from ..modeling import AvgKForImageClassification
-from ..train import build_model, check_combinations, load_data, make_trainer, parse_recipe, read_recipe, run_seeds
-from ..trainer import AvgKTrainer, NotFinite
+from ..train import check_combinations, parse_recipe, read_recipe, run_seeds
+from ..trainer import NotFinite
 from ..training_args import AvgKTrainingArguments
 from .columns import ACCURACY, as_table
 from .plots import sweep_curve
 from .seeds import interval
-from .spec import as_flags, check_search, flag_names, measured_only, plain, read_spec
+from .spec import check_search, flag_names, plain, read_spec
+from .training import as_flags, load_trainer, measured_only
 
 METRIC = f"eval_{ACCURACY.metric}"
 BATCH = "per_device_train_batch_size"
@@ -67,7 +65,7 @@ class Sweep:
         if not self.search:
             raise ValueError("nothing to search: name a field and its values, e.g. `--search alpha=0.1,1,10`.")
         training = {item.name for item in fields(AvgKTrainingArguments)} - OWN
-        self.search = check_search("search", self.search, training | _of_model())
+        self.search = check_search("search", self.search, training | {"score", "head", *every_hyperparameter()})
         check_combinations("search", self.search.values())
         check_whole("seeds", self.seeds, 1)
         check_choice("backend", self.backend, BACKENDS)
@@ -182,11 +180,6 @@ def trials_table(rows: list[dict[str, Any]], best: dict[str, Any]) -> str:
     return as_table([*best, f"validation {ACCURACY.title}", "seeds"], body)
 
 
-def _of_model() -> set[str]:
-    """What of the model can be searched; the recipe's parser refuses what is not of its objective."""
-    return {"score", "head", *every_hyperparameter()}
-
-
 def _scaled(sweep: Sweep, values: dict[str, Any]) -> dict[str, float]:
     """The learning rate for a searched batch size."""
     if not sweep.scale_learning_rate or BATCH not in values:
@@ -196,40 +189,14 @@ def _scaled(sweep: Sweep, values: dict[str, Any]) -> dict[str, float]:
     return {"learning_rate": rate * values[BATCH] / args.per_device_train_batch_size}
 
 
-def _trainer(sweep: Sweep, folder: Path) -> AvgKTrainer:
-    """A trainer that builds the model of a trial; it keeps no checkpoints, and never sees the test split."""
-    model_args, data_args, args = measured_only(sweep.recipe, sweep.overrides, {}, str(folder / "trials"))
-    data, _ = load_data(data_args, args)
-    classes = data["train"].features["label"].names
-
-    def model_init(trial: Any) -> AvgKForImageClassification:
-        values = _values(sweep, trial)
-        if isinstance(trial, dict):  # ray's, which the trainer reads next
-            trial.update(_scaled(sweep, values))
-        own = {name: value for name, value in values.items() if name in _of_model()}
-        # the stock trainer reads the seed of a trial only after its model is made
-        set_seed(values.get("seed", args.seed))
-        model = build_model(replace(model_args, **own), classes)
-        set_seed(values.get("seed", args.seed))
-        return model
-
-    return make_trainer(model_args, data_args, args, data, model_init)
-
-
-def _values(sweep: Sweep, trial: Any) -> dict[str, Any]:
-    """What a trial has drawn; optuna draws when it is asked for the first time, ray's trials are the values."""
-    if trial is None or isinstance(trial, dict):
-        return trial or {}
-    return {name: trial.suggest_categorical(name, options) for name, options in sweep.grid.items()}
-
-
-def _best_so_far(trainer: AvgKTrainer) -> Callable[[dict[str, float]], float]:
-    """The objective of a trial: its best evaluation, as the best checkpoint of a training would be chosen."""
-
-    def objective(metrics: dict[str, float]) -> float:
-        return max(entry[METRIC] for entry in (metrics, *trainer.state.log_history) if METRIC in entry)
-
-    return objective
+def train_trial(sweep: Sweep, values: dict[str, Any]) -> float:
+    """The best validation accuracy of one training; it keeps no checkpoints, and never sees the test split."""
+    with tempfile.TemporaryDirectory() as folder:
+        own = {**values, **_scaled(sweep, values)}
+        trainer, _ = load_trainer(measured_only(sweep.recipe, sweep.overrides, own, folder))
+        trainer.train()
+        evaluated = [entry[METRIC] for entry in trainer.state.log_history if METRIC in entry]
+        return max(evaluated or [trainer.evaluate()[METRIC]])
 
 
 def _trial(sweep: Sweep, values: dict[str, Any], accuracy: float | None) -> dict[str, Any]:
@@ -249,25 +216,24 @@ def _search_optuna(sweep: Sweep, folder: Path) -> list[dict[str, Any]]:
         raise ImportError("a sweep needs optuna: `pip install 'avgk_hf[sweep]'`.") from error
     # a trial that fails ends the sweep with a message of one line; optuna would put a traceback before it
     logging.getLogger("optuna.study._optimize").addFilter(_is_no_warning)
-    options = {
-        "storage": f"sqlite:///{folder / 'study.db'}",
-        # what a study searches is fixed when it is made: another search is another study
-        "study_name": json.dumps({"recipe": sweep.digest, "grid": sweep.grid}),
-        "sampler": optuna.samplers.GridSampler(sweep.grid, seed=0),
-        # optuna's own default ends trials that are below the median: every value of a curve would rest on other seeds
-        "pruner": optuna.pruners.NopPruner(),
-        "direction": "maximize",
-        "load_if_exists": True,
-    }
     with FileLock(folder / "study.lock"):  # two workers that begin together would both make the tables, and one fail
-        study = optuna.create_study(**options)
+        study = optuna.create_study(
+            storage=f"sqlite:///{folder / 'study.db'}",
+            # what a study searches is fixed when it is made: another search is another study
+            study_name=json.dumps({"recipe": sweep.digest, "grid": sweep.grid}),
+            sampler=optuna.samplers.GridSampler(sweep.grid, seed=0),
+            direction="maximize",
+            load_if_exists=True,
+        )
 
     def trials(*states: TrialState) -> list[Any]:
         return study.get_trials(deepcopy=False, states=states)
 
     ended = TrialState.COMPLETE, TrialState.PRUNED  # pruned: the training diverged
-    open_or_ended = trials(*ended, TrialState.WAITING, TrialState.RUNNING)
-    known = [trial.system_attrs.get("fixed_params", trial.params) for trial in open_or_ended]
+    known = [
+        trial.system_attrs.get("fixed_params", trial.params)
+        for trial in trials(*ended, TrialState.WAITING, TrialState.RUNNING)
+    ]
     for trial in trials(TrialState.FAIL):  # interrupted: the sampler counts it
         if trial.params.keys() == sweep.grid.keys() and trial.params not in known:
             # as `enqueue_trial`, which would leave out the place in the grid that the sampler asks for
@@ -278,36 +244,16 @@ def _search_optuna(sweep: Sweep, folder: Path) -> list[dict[str, Any]]:
     total = len(sweep.combinations()) * sweep.seeds
     print(f"{total} trainings, {done} of them finished; study in {folder / 'study.db'}")
     if done < total:
-        try:
-            _train_trials(sweep, folder, total, optuna.TrialPruned, options)
-        except ValueError:  # also where it looks for the best trial, and all have diverged
-            if {trial.state for trial in study.get_trials(deepcopy=False)} != {TrialState.PRUNED}:
-                raise
-        shutil.rmtree(folder / "trials", ignore_errors=True)
-    values = {trial.number: trial.value if trial.state == TrialState.COMPLETE else None for trial in trials(*ended)}
-    return [_trial(sweep, trial.params, values[trial.number]) for trial in trials(*ended)]
 
+        def objective(trial: optuna.Trial) -> float:
+            values = {name: trial.suggest_categorical(name, options) for name, options in sweep.grid.items()}
+            try:
+                return train_trial(sweep, values)
+            except NotFinite as error:  # ends the trial, not the sweep
+                raise optuna.TrialPruned(str(error)) from error
 
-def _train_trials(sweep: Sweep, folder: Path, total: int, pruned: type[Exception], options: dict[str, Any]) -> None:
-    """What is left of a study."""
-    trainer = _trainer(sweep, folder)
-    train = trainer.train
-
-    def attempt(*args: Any, **kwargs: Any) -> Any:
-        """A training that diverges ends its trial, not the sweep."""
-        try:
-            return train(*args, **kwargs)
-        except NotFinite as error:
-            raise pruned(str(error)) from error
-
-    def space(trial: Any) -> dict[str, Any]:
-        """What of a trial the training arguments take."""
-        values = _values(sweep, trial)
-        own = {name: value for name, value in values.items() if name not in _of_model()}
-        return {**own, **_scaled(sweep, values)}
-
-    trainer.train = attempt
-    trainer.hyperparameter_search(space, _best_so_far(trainer), n_trials=total, backend="optuna", **options)
+        study.optimize(objective, n_trials=total)  # the sampler ends it when no combination is left
+    return [_trial(sweep, trial.params, trial.value) for trial in trials(*ended)]
 
 
 def _search_ray(sweep: Sweep, folder: Path) -> list[dict[str, Any]]:
@@ -319,13 +265,21 @@ def _search_ray(sweep: Sweep, folder: Path) -> list[dict[str, Any]]:
         raise ValueError(
             f"ray cannot start {sys.executable!r}, because of the space in its path: use --backend optuna."
         )
-    trainer = _trainer(sweep, folder)
+
+    here = Path.cwd()
+
+    def trainable(values: dict[str, Any]) -> dict[str, float | None]:
+        os.chdir(here)  # recipe and data may be named relative to it; ray's workers start in folders of their own
+        try:
+            return {"value": train_trial(sweep, values)}
+        except NotFinite:
+            return {"value": None}
+
     space = {name: tune.grid_search(options) for name, options in sweep.grid.items()}
+    resources = {"cpu": 1, "gpu": min(torch.cuda.device_count(), 1)}
     place = {"storage_path": str((folder / "ray").resolve()), "name": "sweep"}
-    best = trainer.hyperparameter_search(
-        lambda _: space, _best_so_far(trainer), n_trials=1, direction="maximize", backend="ray", **place
-    )
-    return [_trial(sweep, trial.config, trial.last_result["objective"]) for trial in best.run_summary.trials]
+    found = tune.run(trainable, config=space, resources_per_trial=resources, **place)
+    return [_trial(sweep, trial.config, trial.last_result["value"]) for trial in found.trials]
 
 
 BACKENDS = {"optuna": _search_optuna, "ray": _search_ray}
