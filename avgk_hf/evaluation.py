@@ -131,6 +131,10 @@ class Evaluation:
             self._results = {head: statistics.compute() for head, statistics in self.statistics.items()}
         return self._results
 
+    def lambdas(self) -> dict[str, dict[float, float]]:
+        """{head: {K: lambda_val}}."""
+        return {head: {k: of_k["lambda_val"] for k, of_k in found.items()} for head, found in self.results.items()}
+
     def best_head(self, k: float) -> str:
         """The head with the highest accuracy on these images."""
         return max(self.results, key=lambda head: self.results[head][k]["average_k_accuracy"])
@@ -141,8 +145,7 @@ class Evaluation:
         ks, head, two_heads = list(results["ml"]), getattr(config, "head", "ml"), hasattr(config, "head")
         chosen = {k: self.best_head(k) if head == "auto" else head for k in ks}
         own = chosen[min(ks) if self.own_k is None else self.own_k]
-        statistics = self.statistics[own]
-        lambdas = {head: {k: found["lambda_val"] for k, found in of_k.items()} for head, of_k in results.items()}
+        statistics, lambdas = self.statistics[own], self.lambdas()
         return Calibration.store(
             config,
             {k: lambdas[head][k] for k, head in chosen.items()},

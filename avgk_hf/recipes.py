@@ -36,11 +36,10 @@ from .losses import LOSSES, every_hyperparameter
 from .model_card import hyperparameters, plain_metrics
 from .modeling import AvgKForImageClassification
 from .plain_yaml import load_yaml
-from .plots import set_size_histogram
-from .report import RESULTS, write_report
 from .sets import HEADS, SCORES, check_k, k_key
 from .shell import MASK, is_secret, without_tokens
 from .statistics import SHOTS, SetStatistics
+from .study.seeds import RESULTS, write_report
 from .trainer import AvgKTrainer
 from .training_args import AvgKTrainingArguments
 
@@ -446,6 +445,8 @@ def _write_results(trainer: AvgKTrainer, results: dict[str, Any]) -> None:
     folder, title = Path(trainer.args.output_dir), f"Set sizes on test, K = {k_key(results['k'])}"
     try:
         if "set_sizes" in results and find_spec("matplotlib"):
+            from .study.plots import set_size_histogram
+
             set_size_histogram({results["objective"]: results["set_sizes"]["all"]}, folder / "set_sizes.png", title)
         write_text(folder / RESULTS, json.dumps(results, indent=2, ensure_ascii=False) + "\n")
         trainer.create_model_card()

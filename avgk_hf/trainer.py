@@ -1,7 +1,7 @@
 """`AvgKTrainer`: transformers' Trainer with the average-K objective, and thresholds computed while evaluating."""
 
 from bisect import bisect
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
@@ -226,8 +226,30 @@ class AvgKTrainer(CheckpointTrainer):
     ) -> EvalLoopOutput:
         """The one loop, in O(K n) memory; for `predict` the predictions are sets of class ids, best first."""
         num_examples = self.num_examples(dataloader)
-        model, self.evaluation = self._evaluated_model(), self._plan(num_examples, description == "Prediction")
+        evaluation = self.evaluation = self._plan(num_examples, description == "Prediction")
         self.callback_handler.eval_dataloader = dataloader
+        self.collect([evaluation], dataloader)
+        if self._calibrating:
+            split = str(getattr(dataloader.dataset, "split", None) or "validation")
+            evaluation.store(dataset=self.dataset_name, split=split, step=self.state.global_step)
+        metrics = {"loss": evaluation.loss_sum / num_examples} if evaluation.labelled else {}
+        metrics |= evaluation.metrics()
+        sets = None if evaluation.sets is None else [one for _, batch in evaluation.sets for one in batch]
+        labels = self.statistics().labels if evaluation.labelled and sets is not None else None
+        metrics = {f"{metric_key_prefix}_{name}": value for name, value in metrics.items()}
+        return EvalLoopOutput(sets, labels, metrics, num_examples)
+
+    def collect(self, evaluations: Sequence[Evaluation], dataloader: DataLoader) -> None:
+        """Go through images once with the model, its loss and the settings of this trainer.
+
+        Args:
+            evaluations: What is to be collected.
+            dataloader: As `get_eval_dataloader` gives it.
+        """
+        model, args = self.model_wrapped if self.is_deepspeed_enabled else self.model, self.args
+        if not self.is_in_train and (args.fp16_full_eval or args.bf16_full_eval):
+            model = model.to(dtype=torch.float16 if args.fp16_full_eval else torch.bfloat16)
+        model.eval()
         broadcast(list(self.model.buffers()))  # BatchNorm statistics differ between processes
 
         def compute(batch: dict[str, Any]) -> tuple[Any, Tensor | None]:
@@ -237,29 +259,9 @@ class AvgKTrainer(CheckpointTrainer):
                 return model(pixel_values=batch["pixel_values"], return_dict=True), None
 
         def after() -> None:
-            self.control = self.callback_handler.on_prediction_step(self.args, self.state, self.control)
+            self.control = self.callback_handler.on_prediction_step(args, self.state, self.control)
 
-        evaluation = self.evaluation
-        loop([evaluation], dataloader, compute, self.args.eval_batch_size, self.args.device, after)
-        if self._calibrating:
-            dataset = dataloader.dataset
-            split = str(getattr(dataset, "split", None) or "validation")
-            evaluation.store(dataset=self.dataset_name, split=split, step=self.state.global_step)
-        metrics = {"loss": evaluation.loss_sum / num_examples} if evaluation.labelled else {}
-        metrics |= evaluation.metrics()
-        sets = None if evaluation.sets is None else [one for _, batch in evaluation.sets for one in batch]
-        labels = self.statistics().labels if evaluation.labelled and sets is not None else None
-        metrics = {f"{metric_key_prefix}_{name}": value for name, value in metrics.items()}
-        return EvalLoopOutput(sets, labels, metrics, num_examples)
-
-    def _evaluated_model(self) -> nn.Module:
-        """The model in evaluation mode, where and as the arguments want it."""
-        model, args = self.model_wrapped if self.is_in_train else self.model, self.args
-        if not self.is_in_train:
-            model = self.accelerator.prepare_model(model, evaluation_mode=True)
-            dtype = torch.float16 if args.fp16_full_eval else torch.bfloat16 if args.bf16_full_eval else None
-            model = model if dtype is None else model.to(dtype=dtype)
-        return model.eval()
+        loop(evaluations, dataloader, compute, args.eval_batch_size, args.device, after)
 
     def _plan(self, num_examples: int, keep_sets: bool) -> Evaluation:
         """What an evaluation collects: of coverage levels, those that the images or the calibration allow."""

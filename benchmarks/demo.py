@@ -13,11 +13,11 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
-from avgk_hf.demo import COLUMNS, column_names
+from avgk_hf.study.columns import as_table, columns_of
 
 from .processors import SETTINGS, environment
 
-DEMO = "import sys; from avgk_hf.demo import demo; demo(sys.argv[1], ['--seed', sys.argv[2]])"
+DEMO = "import sys; from avgk_hf.commands.demo import demo; demo(sys.argv[1], ('--seed', sys.argv[2]))"
 
 
 def run(setting: dict[str, str], seed: int) -> dict[str, dict[str, float]]:
@@ -25,20 +25,20 @@ def run(setting: dict[str, str], seed: int) -> dict[str, dict[str, float]]:
     with tempfile.TemporaryDirectory() as folder:
         subprocess.run([sys.executable, "-c", DEMO, folder, str(seed)], env=environment(setting), check=True)
         results = json.loads(Path(folder, "results.json").read_text())
-    return {name: {metric: result["test"][metric] for metric in COLUMNS} for name, result in results.items()}
+    return {name: {c.metric: result["test"][c.metric] for c in columns_of("demo")} for name, result in results.items()}
 
 
 def table(runs: list[dict[str, Any]], k: float) -> str:
     """Mean (lowest to highest) of every cell as a Markdown table."""
-    columns = column_names(k)
-    lines = ["| | " + " | ".join(columns) + " |", "|---" * (len(columns) + 1) + "|"]
-    for row in runs[0]["rows"]:
-        cells = []
-        for metric, scale in COLUMNS.items():
-            values = [scale * entry["rows"][row][metric] for entry in runs]
-            cells.append(f"{sum(values) / len(values):.2f} ({min(values):.2f} to {max(values):.2f})")
-        lines.append(f"| {row} | " + " | ".join(cells) + " |")
-    return "\n".join(lines)
+    columns, rows = columns_of("demo"), []
+    for name in runs[0]["rows"]:
+        of_column = {column: [entry["rows"][name][column.metric] for entry in runs] for column in columns}
+        cells = [
+            f"{column.cell(sum(values) / len(values))} ({column.cell(min(values))} to {column.cell(max(values))})"
+            for column, values in of_column.items()
+        ]
+        rows.append([name, *cells])
+    return as_table(["", *(column.heading(k) for column in columns)], rows)
 
 
 def main() -> None:

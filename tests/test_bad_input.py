@@ -1173,8 +1173,8 @@ def test_bad_options_of_the_pipeline(case, saved_model):
 
 @cases(["", "{", "[]", "3", "null", '{"k": 2}', '{"dataset": "x"}', "\0"])
 def test_broken_results_of_a_run(case, saved_model, tmp_path):
+    from avgk_hf.commands.plot import plot_runs
     from avgk_hf.model_card import card_of_run
-    from avgk_hf.plots import plot_runs
 
     (tmp_path / "run").mkdir()
     (tmp_path / "run" / "config.json").write_bytes((saved_model.folder / "config.json").read_bytes())
@@ -1296,9 +1296,9 @@ def test_hostile_names_stay_names_in_the_card(case, saved_model, tmp_path):
 
 @cases(["$x_$", "$\\frac", "$", "a\nb", "a\0b", "\x1b[31m", "_^{}", "日本", "x" * 300, ""])
 def test_hostile_names_in_pictures(case, tmp_path):
-    from avgk_hf.plots import accuracy_curve, contact_sheet, set_size_histogram
+    from avgk_hf.study.plots import accuracy_curve, contact_sheet, set_size_histogram
 
     contact_sheet([picture()], [[1]], [0], ["ash", case], tmp_path / "sheet.svg", columns=1, rows=1)
     set_size_histogram({case: [1, 2], "b": [3]}, tmp_path / "sizes.svg")
-    accuracy_curve({case: {1: 0.5}}, tmp_path / "curve.svg")
+    accuracy_curve({case: {1: {"mean": 0.5, "half_width": None}}}, tmp_path / "curve.svg")
     assert tree(tmp_path) == ["curve.svg", "sheet.svg", "sizes.svg"]

@@ -140,14 +140,14 @@ def test_errors_are_one_clear_line(arguments, message, model_folder, image_folde
 
 def test_demo_on_one_epoch(tmp_path, monkeypatch, capsys):
     """The real demo on a tenth of the images, so that every file it promises is written by the same code."""
-    from avgk_hf import demo
+    from avgk_hf import train
+    from avgk_hf.commands import demo
     from avgk_hf.data.glyphs import load_glyphs
 
     full = load_glyphs(progress=False)
-    monkeypatch.setattr(
-        demo, "load_splits", lambda *args, **kwargs: type(full)({n: s.shard(10, 0) for n, s in full.items()})
-    )
-    results = demo.demo(tmp_path, ["--num_train_epochs", "1", "--disable_tqdm", "true"])
+    small = type(full)({name: split.shard(10, 0) for name, split in full.items()})
+    monkeypatch.setattr(train, "load_splits", lambda *args, **kwargs: small)
+    results = demo.demo(tmp_path, ("--num_train_epochs", "1", "--disable_tqdm", "true"))
     text = capsys.readouterr().out
     assert set(results) == {"CE", "AVG-K"} and demo.table(results) in text
     for name in ("contact_sheet.png", "set_sizes.png", "table.md", "results.json"):

@@ -17,14 +17,14 @@ from safetensors.torch import load_file
 
 from avgk_hf.checkpoints import check_checkpoint
 from avgk_hf.cli import main
-from avgk_hf.compare import _arguments, measure
-from avgk_hf.comparison import Run, choose, finished, plan, read_comparison, run_path, tuning_runs
 from avgk_hf.configuration import AvgKConfig
 from avgk_hf.data import glyphs, load_splits, prepare
 from avgk_hf.data.glyphs import CHARACTERS, FACES, noise_bound, outline_bound
 from avgk_hf.losses import LOSSES, Hyperparameter, Loss
 from avgk_hf.recipes import load_data, make_trainer, parse_recipe
-from avgk_hf.sweep import Sweep
+from avgk_hf.study.runner import measure, run_arguments
+from avgk_hf.study.spec import Run, choose, finished, plan, read_comparison, run_path, tuning_runs
+from avgk_hf.study.sweep import Sweep
 from conftest import CLASSES, write_images
 
 ROOT = Path(__file__).parent.parent
@@ -184,8 +184,8 @@ def test_two_shells_share_the_work_and_one_is_killed(config, tmp_path):
     assert main(["compare", str(config)]) == 0  # waits for no lock of the dead
     after = {path: path.stat().st_mtime_ns for path in out.glob("runs/*.json")}
     assert {path: after[path] for path in before} == before
-    runs, unknown = plan(comparison)
-    assert not unknown and {run_path(comparison, run) for run in runs} == set(after)
+    runs = plan(comparison)
+    assert all(run.values is not None for run in runs) and {run_path(comparison, run) for run in runs} == set(after)
     assert len(json.loads((out / "report.json").read_text())["rows"]) == 4
 
 
@@ -194,7 +194,7 @@ def test_glyphs_come_with_yardsticks(config, tmp_path, monkeypatch):
     monkeypatch.setattr(glyphs, "train_counts", lambda: np.repeat([1, 3], len(CHARACTERS) // 2))
     monkeypatch.setattr(glyphs, "VALIDATION_IMAGES", 50)
     monkeypatch.setattr(glyphs, "TEST_IMAGES", 40)
-    monkeypatch.setattr("avgk_hf.verdict.BOUND_IMAGES", 20)
+    monkeypatch.setattr("avgk_hf.study.report.BOUND_IMAGES", 20)
     whole, diverged = {"mean": 0.9, "half_width": None, "n": 1, "diverged": 0}, {"mean": None, "n": 0, "diverged": 1}
     rows = [{"values": {"alpha": 1}, **whole}, {"values": {"alpha": 9}, **diverged}]
     sweep = {"search": {"alpha": [1, 9]}, "summary": rows}
@@ -235,7 +235,9 @@ def test_the_study_of_glyphs_is_fair(tmp_path):
         for name in comparison.losses[loss]:  # and every value of its own about equally often
             counts = Counter(values[name] for values in configurations).values()
             assert len(counts) == len(comparison.losses[loss][name]) and max(counts) - min(counts) <= 1
-    model_args, data_args, args = _arguments(comparison, Run("final", "epr", 5, {"beta": 0.1}, 3, (5,)), str(tmp_path))
+    model_args, data_args, args = run_arguments(
+        comparison, Run("final", "epr", 5, {"beta": 0.1}, 3, (5,)), str(tmp_path)
+    )
     assert (model_args.objective, model_args.k, model_args.beta) == ("epr", 5, 0.1)
     assert args.seed == data_args.glyphs_seed == 3 and data_args.cache_images  # other images for every seed
 
@@ -248,7 +250,7 @@ def test_variants_of_a_loss(config, tmp_path):
     assert comparison.objective("avgk-local") == "avgk" and comparison.tuned_ks("avgk-local") == [2, 3]
     for values in comparison.configurations("avgk-local"):
         assert (values["per_device_train_batch_size"], values["gradient_accumulation_steps"]) == (8, 2)
-        args = _arguments(comparison, Run("tune", "avgk-local", 2, values, 0), str(tmp_path))[2]
+        args = run_arguments(comparison, Run("tune", "avgk-local", 2, values, 0), str(tmp_path))[2]
         assert args.train_batch_size == 8 and args.gradient_accumulation_steps == 2
 
 
@@ -263,7 +265,7 @@ def test_variants_of_a_loss(config, tmp_path):
         ("k: [2, 3]", "k: [0, 2]", "k=0"),
         ("seeds: 2", "tune_k: 4", "tune_k=4 must be one of"),
         ("  ce: {}", "  hinge: {}", "'hinge' is unknown"),
-        ("  ce: {}", "  an: {}", "baseline='ce' is not among the losses"),
+        ("  ce: {}", "  an: {}", "baseline='ce' is unknown; choose one of ['an', 'avgk']"),
         ("alpha: [", "aplha: [", "'aplha' cannot be set here"),
         ("alpha: [0.1, 10.0]", "seed: [1, 2]", "'seed' cannot be set here"),
         ("alpha: [0.1, 10.0]", "beta: [0.1, 10.0]", "avgk: 'beta' cannot be set here"),

@@ -8,6 +8,7 @@ import avgk_hf
 
 ROOT = Path(__file__).parent.parent
 PACKAGE = ROOT / "avgk_hf"
+STUDY = PACKAGE / "study" / "__init__.py"  # imports nothing
 LAYERS = [
     {"checks", "files", "processes", "shell"},
     {"images", "plain_yaml", "sets"},
@@ -19,12 +20,9 @@ LAYERS = [
     {"modeling"},
     {"auto", "classifiers", "hub", "model_card", "training_args"},
     {"checkpoints", "evaluation"},
-    {"app", "export", "plots", "report", "trainer"},
+    {"app", "export", "trainer"},
     {"recipes"},
-    {"train"},
-    {"comparison", "demo", "sweep"},
-    {"verdict"},
-    {"compare"},
+    {"train", "study"},
     {"commands"},
     {"cli"},
 ]
@@ -38,7 +36,7 @@ def imports(path: Path) -> set[str]:
         if isinstance(node, ast.ImportFrom) and node.level:
             base = inside[: len(inside) + 1 - node.level]
             names = [node.module] if node.module else [alias.name for alias in node.names]
-            found |= {(*base, *name.split("."))[0] for name in names}
+            found |= {module((*base, *name.split("."))) for name in names}
         elif isinstance(node, ast.ImportFrom) and (node.module or "").startswith("avgk_hf."):
             found.add(node.module.split(".")[1])
     return found - {"__version__"}
@@ -46,10 +44,10 @@ def imports(path: Path) -> set[str]:
 
 def test_imports_go_down():
     level = {name: i for i, names in enumerate(LAYERS) for name in names}
-    files = [path for path in PACKAGE.rglob("*.py") if path != PACKAGE / "__init__.py"]
-    assert {path.relative_to(PACKAGE).parts[0].removesuffix(".py") for path in files} == set(level)
+    files = [path for path in PACKAGE.rglob("*.py") if path not in (PACKAGE / "__init__.py", STUDY)]
+    assert {module(path.relative_to(PACKAGE).parts) for path in files} == set(level)
     for path in files:
-        own = path.relative_to(PACKAGE).parts[0].removesuffix(".py")
+        own = module(path.relative_to(PACKAGE).parts)
         for other in imports(path) - {own, "AvgKForImageClassification"}:
             allowed = level[other] < level[own] or (own, other) in {
                 ("trainer", "checkpoints"),

@@ -8,7 +8,7 @@ import pytest
 from scipy import stats
 
 from avgk_hf.cli import main
-from avgk_hf.report import interval, markdown, report
+from avgk_hf.study.seeds import group_runs, groups_text, interval
 from avgk_hf.trainer import AvgKTrainer
 
 
@@ -71,12 +71,12 @@ def test_runs_are_grouped_by_everything_but_the_seed(tmp_path):
     for seed in range(3):
         write(tmp_path / f"a{seed}", seed, 0.9 + 0.01 * seed)
         write(tmp_path / f"b{seed}", seed, 0.8, alpha=5.0)
-    groups = report([tmp_path])
+    groups = group_runs([tmp_path])
     assert [(group["name"], group["seeds"]) for group in groups] == [
         ("avgk, K = 2, alpha 1.0", [0, 1, 2]),
         ("avgk, K = 2, alpha 5.0", [0, 1, 2]),
     ]
-    text = markdown(groups)
+    text = groups_text(groups)
     assert "| avgk, K = 2, alpha 1.0 | 3 | 91.00 ± 2.48 | 2.00 ± 0.00 |" in text
     assert "| avgk, K = 2, alpha 5.0 | 3 | 80.00 ± 0.00 | 2.00 ± 0.00 |" in text
 
@@ -84,7 +84,7 @@ def test_runs_are_grouped_by_everything_but_the_seed(tmp_path):
 def test_groups_of_different_data_have_different_names(tmp_path):
     for name in ("trees", "birds"):
         write(tmp_path / name, 0, 0.9, {"dataset": name, "split_seed": 0})
-    names = [group["name"] for group in report([tmp_path])]
+    names = [group["name"] for group in group_runs([tmp_path])]
     assert names == ["avgk, K = 2, dataset birds", "avgk, K = 2, dataset trees"]
 
 
@@ -110,7 +110,7 @@ def test_runs_that_were_trained_differently_are_not_averaged(recipe, tmp_path):
     for seed, norm in ((0, "1"), (1, "0")):
         out = ["--seed", str(seed), "--max_grad_norm", norm, "--output_dir", str(tmp_path / f"run{seed}")]
         assert main(["train", str(recipe), "--num_train_epochs", "1", *out]) == 0
-    groups = report([tmp_path / "run0", tmp_path / "run1"])
+    groups = group_runs([tmp_path / "run0", tmp_path / "run1"])
     assert [group["seeds"] for group in groups] == [[0], [1]]
     assert [group["name"].rpartition(", ")[2] for group in groups] == ["max_grad_norm 1.0", "max_grad_norm 0.0"]
 

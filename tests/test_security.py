@@ -46,7 +46,7 @@ from safetensors.torch import load_file, save_file
 from test_app import needs_browser
 from test_bad_input import animation, encode, picture, png_header
 from test_compare import COMPARISON
-from test_layers import PACKAGE
+from test_layers import PACKAGE, remote_files
 from transformers import AutoConfig, AutoImageProcessor, AutoModelForImageClassification, pipeline
 
 import browser
@@ -55,7 +55,6 @@ from avgk_hf import (
     AvgKConfig,
     AvgKForImageClassification,
     AvgKTrainingArguments,
-    compare,
     load_splits,
     recipes,
 )
@@ -67,7 +66,6 @@ from avgk_hf.backbones import MODEL_ARGS, MOST_SIDE, check_model_args, create_ba
 from avgk_hf.calibration import Calibration
 from avgk_hf.classifiers import image_processor, load_classifier, transform_for
 from avgk_hf.cli import main
-from avgk_hf.comparison import plan, read_comparison
 from avgk_hf.data import image_files, open_image
 from avgk_hf.data.cifar import MOST_INSTRUCTIONS
 from avgk_hf.data.glyphs import write_image_folder
@@ -76,6 +74,8 @@ from avgk_hf.images import FORMATS
 from avgk_hf.model_card import render_card
 from avgk_hf.modeling import check_folder
 from avgk_hf.recipes import build_model, parse_recipe
+from avgk_hf.study.runner import run_trainer
+from avgk_hf.study.spec import plan, read_comparison
 from browser import Visitor
 from conftest import CLASSES, save_vit
 
@@ -971,7 +971,7 @@ def test_a_token_is_in_no_record(recipe, tmp_path):
     recipe.write_text(f"{recipe.read_text()}hub_token: {SECRET}\n")
     (tmp_path / "compare.yaml").write_text(COMPARISON)
     comparison = read_comparison(str(tmp_path / "compare.yaml"))
-    trainer, _, config = compare._trainer(comparison, plan(comparison)[0][0], str(tmp_path / "out"))
+    trainer, _, config = run_trainer(comparison, plan(comparison)[0], str(tmp_path / "out"))
     assert trainer.args.hub_token == SECRET and "learning_rate" in config and SECRET not in json.dumps(config)
 
 

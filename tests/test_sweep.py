@@ -17,7 +17,7 @@ import pytest
 from avgk_hf.cli import build_parser, main
 from avgk_hf.recipes import main as train
 from avgk_hf.recipes import parse_recipe
-from avgk_hf.sweep import Sweep, _scaled, read_sweep, run_sweep
+from avgk_hf.study.sweep import Sweep, _scaled, read_sweep, run_sweep
 from avgk_hf.trainer import AvgKTrainer
 
 ROOT = Path(__file__).parent.parent
@@ -194,8 +194,8 @@ def test_ray_does_the_same(recipe, tmp_path):
     [
         ([], "nothing to search"),
         (["--search", "alpha"], "write the field and its values"),
-        (["--search", "aplha=1,2"], "'aplha' cannot be searched"),
-        (["--search", "seed=1,2"], "'seed' cannot be searched"),
+        (["--search", "aplha=1,2"], "'aplha' cannot be set here"),
+        (["--search", "seed=1,2"], "'seed' cannot be set here"),
         (["--search", "alpha=1,1"], "different values"),
         (["--search", "alpha=1,1.0"], "different values"),
         (["--search", "alpha=[1,2]"], "invalid float value: '[1'"),

@@ -41,7 +41,7 @@ def run(args: argparse.Namespace) -> None:
         write_thresholds(model, args.model)
     print_metrics(metrics, args.json)
     if args.plot:
-        from ..plots import tradeoff_curve
+        from ..study.plots import tradeoff_curve
 
         tradeoff_curve({Path(args.model).resolve().name: Calibration.of(model.config).curve}, args.plot)
     if not args.json:

@@ -19,10 +19,10 @@ def arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> None:
-    from ..compare import run_comparison
-    from ..comparison import read_comparison
+    from ..study.runner import run_comparison
+    from ..study.spec import read_comparison
 
-    comparison = read_comparison(args.config, output_dir=args.out, overrides=args.overrides)
+    comparison = read_comparison(args.config, output_dir=args.out or None, overrides=args.overrides)
     text = run_comparison(comparison, args.workers, args.dry_run)
     print("\n".join(map(printable, text.split("\n"))))
     if not args.dry_run:

@@ -59,7 +59,7 @@ def run(args: argparse.Namespace) -> None:
     if not monitor.drifted and not args.json:  # a drift was said already
         print(monitor.message())
     if args.plot:
-        from ..plots import set_size_course
+        from ..study.plots import set_size_course
 
         set_size_course(monitor, args.plot)
 

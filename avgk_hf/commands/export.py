@@ -38,7 +38,7 @@ def run(args: argparse.Namespace) -> None:
     dataset = splits[args.split] if splits else None
     report = export_onnx(model, out, args.k, args.opset, args.int8, dataset)
     if args.plot:
-        from ..plots import export_bars
+        from ..study.plots import export_bars
 
         export_bars(report, args.plot)
     print(json.dumps(report, indent=2) if args.json else describe(report, out))

@@ -1,11 +1,18 @@
 """`avgk plot`."""
 
 import argparse
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
 
+from ..files import make_folder, write_text
 from ..shell import printable
 from .options import ALLOW_OUTSIDE
 
 HELP = "draw set sizes, accuracy against K and contact sheets of runs"
+SHEET_IMAGES = 480
+CURVE_KS = range(1, 21)
 
 
 def arguments(parser: argparse.ArgumentParser) -> None:
@@ -15,7 +22,92 @@ def arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> None:
-    from ..plots import plot_runs
-
-    for path in plot_runs(args.runs, args.out, allow_outside=args.allow_outside):
+    for path in plot_runs(args.runs, args.out, args.allow_outside):
         print(printable(path))
+
+
+def plot_runs(runs: Sequence[str | Path], out: str | Path, allow_outside: bool = False) -> list[Path]:
+    """All pictures of one or more runs of `avgk train`, from their models and their data.
+
+    The trade-off is drawn as the calibration recorded it. Thresholds for K = 1 to 20 are computed on validation in
+    memory; the runs themselves are not changed. The numbers behind the accuracy curve are written beside it.
+
+    Args:
+        runs: Folders of runs.
+        out: Folder for the pictures, PNG and SVG.
+        allow_outside: As in `load_splits`; what a run recorded of it does not count.
+
+    Returns:
+        The files that were written.
+    """
+    from ..data import load_splits
+    from ..model_card import read_results
+    from ..modeling import AvgKForImageClassification
+    from ..study.plots import (
+        accuracy_curve,
+        by_shot,
+        contact_sheet,
+        in_both_formats,
+        set_size_histogram,
+        tradeoff_curve,
+    )
+    from ..study.seeds import find_runs
+
+    out, runs = make_folder(out), find_runs(runs)
+    names = [run.name for run in runs]
+    if len(set(names)) < len(names):
+        names = [str(run).strip("/").replace("/", "-") for run in runs]
+    loaded: dict[str, Any] = {}
+    sizes, curves, tradeoffs, files = {}, {}, {}, []
+    for name, run in zip(names, runs, strict=True):
+        results = read_results(run, "data")
+        if "set_sizes" not in results:
+            raise ValueError(f"{run} was not evaluated on a test split, so there are no set sizes to show.")
+        data = results["data"]
+        key = json.dumps(data, sort_keys=True)
+        if key not in loaded:
+            columns = data["dataset_config"], data["image_column"], data["label_column"], data["glyphs_seed"]
+            taken = data.get("validation_per_class"), data.get("split_seed", 0)
+            loaded[key] = load_splits(data["dataset"], *columns, *taken, allow_outside=allow_outside)
+        validation, test = (loaded[key][data[f"{part}_split"]] for part in ("validation", "test"))
+        model = AvgKForImageClassification.from_pretrained(run)
+        tradeoffs[name] = (model.config.calibration or {}).get("curve")  # before the curve against K calibrates anew
+        sizes[name] = results["set_sizes"]["all"]
+        shots = by_shot(results["set_sizes"])
+        files += in_both_formats(contact_sheet, out / f"contact_sheet_{name}", *sheet_of(model, test))
+        files += in_both_formats(set_size_histogram, out / f"set_sizes_by_shot_{name}", shots)
+        curves[name] = _curve(model, validation, test)
+    files += in_both_formats(set_size_histogram, out / "set_sizes", sizes)
+    lines = {name: {k: {"mean": v, "half_width": None} for k, v in curve.items()} for name, curve in curves.items()}
+    files += in_both_formats(accuracy_curve, out / "accuracy_against_k", lines)
+    tradeoffs = {name: curve for name, curve in tradeoffs.items() if curve}
+    if tradeoffs:  # earlier versions did not record it
+        files += in_both_formats(tradeoff_curve, out / "tradeoff", tradeoffs)
+    files.append(out / "accuracy_against_k.json")
+    write_text(files[-1], json.dumps(curves, indent=2) + "\n")
+    return files
+
+
+def sheet_of(model: Any, dataset: Any) -> tuple[list[Any], list[list[int]], list[int], list[str]]:
+    """What `contact_sheet` shows of a calibrated model: images of one split of `load_splits`, sets, labels, names."""
+    import torch
+    from huggingface_hub.utils import tqdm
+
+    from ..data import prepare
+
+    sample = dataset.select(range(min(SHEET_IMAGES, len(dataset))))
+    prepared, sets = prepare(sample, model.config), []
+    for start in tqdm(range(0, len(sample), 64), desc="contact sheet", unit="batch"):
+        sets += model.predict_sets(torch.stack(prepared[start : start + 64]["pixel_values"]), min_size=1)
+    return list(sample["image"]), sets, list(sample["label"]), sample.features["label"].names
+
+
+def _curve(model: Any, validation: Any, test: Any) -> dict[float, float]:
+    """{K: average-K accuracy on test}."""
+    from ..evaluation import evaluate
+    from ..sets import k_key
+
+    ks = [k for k in CURVE_KS if k < model.config.num_labels]
+    evaluate(model, validation, ks, calibrate=True)
+    metrics = evaluate(model, test, ks)
+    return {k: metrics["average_k_accuracy" + ("" if k == model.config.k else f"@{k_key(k)}")] for k in ks}

@@ -11,6 +11,6 @@ def arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> None:
-    from ..report import write_report
+    from ..study.seeds import write_report
 
     print(write_report(args.runs, args.out))

@@ -21,7 +21,7 @@ def arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> None:
-    from ..sweep import parse_search, read_sweep, run_sweep
+    from ..study.sweep import parse_search, read_sweep, run_sweep
 
     given = {"seeds": args.seeds, "backend": args.backend, "output_dir": args.out, "overrides": args.overrides}
     search, scale = parse_search(args.search) or None, args.scale_learning_rate or None

@@ -11,28 +11,83 @@ import math
 import random
 import re
 from collections import Counter
-from collections.abc import Iterator
-from dataclasses import dataclass, field, fields
+from collections.abc import Collection, Iterator
+from dataclasses import MISSING, dataclass, field, fields
 from pathlib import Path
-from typing import Any
+from statistics import mean
+from typing import Any, TypeVar
 
-from .files import write_text
-from .losses import LOSSES, Loss, every_hyperparameter
-from .recipes import (
-    DataArguments,
-    ModelArguments,
-    check_combinations,
-    model_arguments,
-    parse_recipe,
-    read_recipe,
-)
-from .sets import check_k, k_key
-from .shell import is_secret
-from .training_args import AvgKTrainingArguments
+from ..checks import check_choice, check_whole, is_number
+from ..losses import LOSSES, Loss, every_hyperparameter
+from ..recipes import Arguments, check_combinations, model_arguments, parse_recipe, read_recipe
+from ..sets import check_k, k_key
+from ..shell import is_secret
+from ..training_args import AvgKTrainingArguments
 
-SCORES = ("softmax", "sigmoid")
-SET_HERE = ("objective", "k", "calibrate_k", "seed", "seeds", "output_dir")  # by the comparison, not by its user
+SET_HERE = {"objective", "k", "calibrate_k", "seed", "seeds", "output_dir"}  # by the comparison, not by its user
 Results = dict[str, Any]  # the content of one JSON file
+Spec = TypeVar("Spec")
+
+
+def read_spec(kind: type[Spec], path: str, content: dict[str, Any], given: dict[str, Any]) -> Spec:
+    """A comparison or a sweep, from the content of a file, and what is given on the command line and not None."""
+    known = {item.name: item for item in fields(kind) if item.name != "overrides"}
+    for name in content:
+        if name not in known:
+            raise ValueError(f"unknown field {name!r} in {path}; known are {', '.join(sorted(known))}.")
+    for name, item in known.items():
+        if name not in content and item.default is item.default_factory is MISSING:
+            raise ValueError(f"{path} has no field {name!r}. See recipes/glyphs.")
+    if not isinstance(content.get("output_dir", ""), str | None):
+        raise ValueError(f"output_dir={content['output_dir']!r} must be the name of a folder.")
+    content = {**content, "recipe": str(Path(path).parent / str(content["recipe"]))}
+    return kind(**{**content, **{name: value for name, value in given.items() if value is not None}})
+
+
+def read_comparison(path: str, **given: Any) -> "Comparison":
+    """The comparison that a YAML file describes; fields that are given, and not None, win."""
+    return read_spec(Comparison, path, read_recipe(Path(path)), given)
+
+
+def check_search(place: str, search: Any, known: Collection[str], fixed: bool = False) -> dict[str, Any]:
+    """Return {known field: list of different values}, or with `fixed` one value, or refuse it; `place` says where."""
+    if not isinstance(search, dict):
+        raise ValueError(f"{place}: {search!r} must map fields to lists of values, e.g. `learning_rate: [0.1, 0.2]`.")
+    for name, values in search.items():
+        if name not in known or is_secret(name):
+            raise ValueError(
+                f"{place}: {name!r} cannot be set here; name a field of the model or of the training, e.g."
+                " learning_rate."
+            )
+        if isinstance(values, list):
+            search = {**search, name: [plain(value) for value in values]}
+        if not different(search[name]) and (isinstance(values, list) or not fixed):
+            raise ValueError(f"{place}: {name}={values!r} must be a list of different values.")
+    return search
+
+
+def different(values: Any) -> bool:
+    """Whether these are values of a list, no two of them equal."""
+    if not isinstance(values, list) or not values:
+        return False
+    return len({float(value) if is_number(value) else json.dumps(value) for value in values}) == len(values)
+
+
+def plain(value: Any) -> Any:
+    """Text as the number or truth value that it writes; YAML's own rules take 1e-3 for text.
+
+    >>> plain("1e-3"), plain("True"), plain("ml")
+    (0.001, True, 'ml')
+    """
+    try:
+        return json.loads(value.lower()) if isinstance(value, str) else value
+    except (ValueError, RecursionError):
+        return value
+
+
+def flag_names(overrides: list[str]) -> set[str]:
+    """The fields that such arguments set."""
+    return {text[2:].split("=")[0].replace("-", "_") for text in overrides if text.startswith("--")}
 
 
 @dataclass
@@ -71,56 +126,45 @@ class Comparison:
     overrides: list[str] = field(default_factory=list)
 
     def __post_init__(self) -> None:
-        if not isinstance(self.output_dir, str | Path):
-            raise ValueError(f"output_dir={self.output_dir!r} must be the name of a folder.")
         if not isinstance(self.sweeps, list) or not all(isinstance(sweep, str) for sweep in self.sweeps):
             raise ValueError(f"sweeps={self.sweeps!r} must be a list of folders.")
-        if not isinstance(self.losses, dict) or not self.losses:
-            raise ValueError("losses: name at least one loss and what is searched, e.g. `losses: {ce: {}, avgk: {}}`.")
-        if not isinstance(self.shared, dict):
-            raise ValueError(f"shared={self.shared!r} must map fields to lists of values.")
-        self.losses = {name: own or {} for name, own in self.losses.items()}
-        for name, own in self.losses.items():
-            if not isinstance(own, dict):
-                raise ValueError(f"{name}: {own!r} must map fields to values, e.g. `{name}: {{}}`.")
-            if self.objective(name) not in LOSSES or not re.fullmatch(r"[\w.+-]+", name):
-                raise ValueError(
-                    f"losses: {name!r} is unknown; choose among {', '.join(LOSSES)}, or set `objective:`."
-                )
-        blocks = {name: (model_arguments(self.objective(name)), AvgKTrainingArguments) for name in self.losses}
-        known = {loss: {item.name for block in blocks[loss] for item in fields(block)} for loss in self.losses}
-        of_all = set.intersection(*known.values())
-        for place, own in [("shared", self.shared), *self.losses.items()]:
-            for name, values in own.items():
-                if (
-                    name not in known.get(place, of_all)
-                    or is_secret(name)
-                    or (name in SET_HERE and (place == "shared" or name != "objective"))
-                ):
-                    raise ValueError(f"{place}: {name!r} cannot be set here; name a field of the model or training.")
-                if (isinstance(values, list) or place == "shared") and not _different(values):
-                    raise ValueError(f"{place}: {name}={values!r} must be a list of different values.")
-            check_combinations(place, [v for v in {**self.shared, **own}.values() if isinstance(v, list)])
-        if not isinstance(self.baseline, str) or self.baseline not in self.losses:
-            raise ValueError(f"baseline={self.baseline!r} is not among the losses {', '.join(self.losses)}.")
-        if not _different(self.k):
+        self._check_searches()
+        if not different(self.k):
             raise ValueError(f"k={self.k!r} must be a list of different sizes, e.g. `k: [2, 3, 5, 10]`.")
         self.k = sorted(check_k(k) for k in self.k)
         if self.tune_k is not None and self.tune_k not in self.k:
             raise ValueError(f"tune_k={self.tune_k!r} must be one of k={self.k}, or left out to tune for each.")
         for name, least in (("budget", 1), ("seeds", 1), ("tune_seed", 0), ("more_data", 0)):
-            value = getattr(self, name)
-            if isinstance(value, bool) or not isinstance(value, int) or value < least:
-                raise ValueError(f"{name}={value!r} must be a whole number of at least {least}.")
+            check_whole(name, getattr(self, name), least)
         if self.tune_seed < self.seeds:
             raise ValueError(f"tune_seed={self.tune_seed} must not be a seed that is reported, 0 to {self.seeds - 1}.")
-        flags = {text[2:].split("=")[0].replace("-", "_") for text in self.overrides if text.startswith("--")}
-        fixed = {*SET_HERE, *self.shared, *(name for own in self.losses.values() for name in own)}
-        for name in flags & fixed:
+        self.arguments  # noqa: B018  (refuses a recipe that cannot be read)
+
+    def _check_searches(self) -> None:
+        """Refuse losses that are unknown, and fields that they, or the command line, cannot set."""
+        if not isinstance(self.losses, dict) or not self.losses:
+            raise ValueError("losses: name at least one loss and what is searched, e.g. `losses: {ce: {}, avgk: {}}`.")
+        known = {}
+        for name, own in self.losses.items():
+            self.losses = {**self.losses, name: own or {}}
+            objective = str(own.get("objective", name) if isinstance(own, dict) else name)
+            if objective not in LOSSES or not re.fullmatch(r"[\w.+-]+", name):
+                raise ValueError(
+                    f"losses: {name!r} is unknown; choose among {', '.join(LOSSES)}, or set `objective:`."
+                )
+            blocks = model_arguments(objective), AvgKTrainingArguments
+            known[name] = {item.name for block in blocks for item in fields(block)} - SET_HERE
+        of_all = set.intersection(*known.values())
+        self.shared = check_search("shared", self.shared, of_all)
+        for name, own in self.losses.items():
+            self.losses[name] = check_search(name, own, known[name] | {"objective"}, fixed=True)
+            check_combinations(name, self._grid(name).values())
+        check_choice("baseline", self.baseline, self.losses)
+        flags = flag_names(self.overrides)
+        for name in flags & {*SET_HERE, *self.shared, *(name for own in self.losses.values() for name in own)}:
             raise ValueError(f"--{name} is set by the comparison itself; change it in its file.")
         for name in flags & every_hyperparameter() - of_all:
             raise ValueError(f"--{name} belongs to some of the losses only; set it in the file, for each of them.")
-        self.arguments  # noqa: B018  (refuses a recipe that cannot be read)
 
     def objective(self, loss: str) -> str:
         """The objective that a loss of the comparison trains with."""
@@ -131,7 +175,7 @@ class Comparison:
         return LOSSES[self.objective(loss)]
 
     @functools.cached_property
-    def arguments(self) -> tuple[ModelArguments, DataArguments, AvgKTrainingArguments]:
+    def arguments(self) -> Arguments:
         """The recipe with the overrides."""
         return parse_recipe([self.recipe, *self.overrides])
 
@@ -145,16 +189,29 @@ class Comparison:
         """Whether the data are generated, and so the best possible answer known."""
         return self.arguments[1].dataset == "glyphs"
 
+    @property
+    def first_k(self) -> float:
+        """The K at which losses are tuned, or the first of them."""
+        return self.tune_k or self.k[0]
+
+    def epochs(self, values: dict[str, Any]) -> float:
+        """The epochs of a training with these hyperparameters."""
+        return float(values.get("num_train_epochs", self.arguments[2].num_train_epochs))
+
+    def _grid(self, loss: str) -> dict[str, list[Any]]:
+        """All that is searched for a loss, its own values before those that are shared."""
+        return {
+            name: values for name, values in {**self.shared, **self.losses[loss]}.items() if isinstance(values, list)
+        }
+
     def configurations(self, loss: str) -> list[dict[str, Any]]:
         """What a loss is tuned over: `budget` of its combinations, drawn the same every time.
 
         Each next one is that whose values, alone and in pairs, were drawn least for their number: with few draws, too,
         every value of every field is tried about equally often.
         """
-        own = self.losses[loss]
-        fixed = {name: value for name, value in own.items() if not isinstance(value, list) and name != "objective"}
-        grid = {**self.shared, **{name: values for name, values in own.items() if isinstance(values, list)}}
-        grid = {name: values for name, values in grid.items() if name not in fixed}
+        grid = self._grid(loss)
+        fixed = {name: value for name, value in self.losses[loss].items() if name not in {*grid, "objective"}}
         combinations = [dict(zip(grid, values, strict=True)) for values in itertools.product(*grid.values())]
         random.Random(0).shuffle(combinations)
         drawn, seen = [], Counter()
@@ -179,52 +236,21 @@ def _parts(values: dict[str, Any], grid: dict[str, list[Any]]) -> Iterator[tuple
             yield json.dumps([(name, values[name]) for name in names]), math.prod(len(grid[name]) for name in names)
 
 
-def _different(values: Any) -> bool:
-    return isinstance(values, list) and bool(values) and len({json.dumps(value) for value in values}) == len(values)
-
-
 @dataclass(frozen=True)
 class Run:
-    """One training of the comparison.
+    """One training of the comparison."""
 
-    Args:
-        phase: `"tune"`, `"final"`, or `"more_data"`.
-        loss: Name of the loss in the comparison.
-        k: K of the training; None for a loss that does not depend on it.
-        values: Its hyperparameters.
-        seed: Of initialisation, batch order and generated data.
-        ks: For which K it is reported: weights are kept of the epoch that is best on validation for each.
-    """
-
-    phase: str
-    loss: str
-    k: float | None
-    values: dict[str, Any]
-    seed: int
-    ks: tuple[float, ...] = ()
+    phase: str  # "tune", "final", or "more_data"
+    loss: str  # its name in the comparison
+    k: float | None  # None for a loss that does not depend on it
+    values: dict[str, Any] | None  # hyperparameters; None while they are not chosen yet
+    seed: int  # of initialisation, batch order and generated data
+    ks: tuple[float, ...] = ()  # it is reported for: of each, the weights of the epoch that is best on validation
+    times: int = 1  # as many training images as the recipe's
 
     def __str__(self) -> str:
-        values = ", ".join(f"{name} {value}" for name, value in self.values.items())
+        values = ", ".join(f"{name} {value}" for name, value in (self.values or {}).items())
         return f"{self.phase} {self.loss}{'' if self.k is None else f' K={k_key(self.k)}'} seed {self.seed} ({values})"
-
-
-def read_comparison(path: str, **given: Any) -> Comparison:
-    """The comparison that a file describes; what is given besides it wins.
-
-    Args:
-        path: YAML file with the fields of `Comparison`; `recipe` is relative to it.
-        given: Fields from the command line; None where not given.
-    """
-    content = read_recipe(Path(path))
-    known = {item.name for item in fields(Comparison)} - {"overrides"}
-    for name in content:
-        if name not in known:
-            raise ValueError(f"unknown field {name!r} in {path}; a comparison has {', '.join(sorted(known))}.")
-    for name in ("recipe", "losses", "shared", "k"):
-        if name not in content:
-            raise ValueError(f"{path} has no field {name!r}. See recipes/glyphs/compare.yaml.")
-    content["recipe"] = str(Path(path).parent / str(content["recipe"]))
-    return Comparison(**{**content, **{name: value for name, value in given.items() if value}})
 
 
 def run_path(comparison: Comparison, run: Run) -> Path:
@@ -232,8 +258,8 @@ def run_path(comparison: Comparison, run: Run) -> Path:
     what = {"recipe": comparison.fields, "overrides": comparison.overrides}
     what["objective"] = comparison.objective(run.loss)
     what |= {"all_k": comparison.k, "run": [run.phase, run.k, run.values, run.seed, list(run.ks)]}
-    if run.phase == "more_data":
-        what["times"] = comparison.more_data
+    if run.times > 1:
+        what["times"] = run.times
     digest = hashlib.sha256(json.dumps(what, sort_keys=True).encode()).hexdigest()[:10]
     k = "" if run.k is None else f"-k{k_key(run.k)}"
     return Path(comparison.output_dir) / "runs" / f"{run.phase}-{run.loss}{k}-seed{run.seed}-{digest}.json"
@@ -262,13 +288,7 @@ def tuning_runs(comparison: Comparison, loss: str, k: float | None) -> list[Run]
 
 
 def choose(comparison: Comparison, loss: str, k: float) -> dict[str, Any] | None:
-    """The hyperparameters with the highest validation accuracy, or None while trainings are missing.
-
-    Args:
-        comparison: The comparison.
-        loss: Name of the loss.
-        k: The K to report.
-    """
+    """The hyperparameters with the highest validation accuracy for a K, or None while trainings are missing."""
     at = k if comparison.tune_k is None else comparison.tune_k
     runs = tuning_runs(comparison, loss, at if comparison.loss(loss).needs_k else None)
     found = [finished(comparison, run) for run in runs]
@@ -289,55 +309,37 @@ def best_of_curve(result: Results, k: float) -> float:
     return max(point["average_k_accuracy"][k_key(k)] for point in result["curve"])
 
 
-def plan(comparison: Comparison) -> tuple[list[Run], list[tuple[str, float, int]]]:
-    """What there is to do.
-
-    Returns:
-        The runs that are known, in the order in which they are done; and (loss, K, seed) of those whose
-        hyperparameters are not chosen yet.
-    """
+def plan(comparison: Comparison) -> list[Run]:
+    """All trainings in the order in which they are done; those not chosen yet have no values."""
     runs = [
         run
         for loss in comparison.losses
         for k in comparison.tuned_ks(loss)
         for run in tuning_runs(comparison, loss, k)
     ]
-    chosen = {(loss, k): choose(comparison, loss, k) for loss in comparison.losses for k in comparison.k}
-    unknown = []
+    chosen = {loss: {k: choose(comparison, loss, k) for k in comparison.k} for loss in comparison.losses}
     if comparison.more_data and comparison.on_glyphs:  # first, because it takes longest
-        loss, at = comparison.baseline, comparison.tune_k or comparison.k[0]
-        if chosen[loss, at] is None:
-            unknown.append((loss, at, comparison.tune_seed))
-        else:
-            epochs = num_epochs(comparison, chosen[loss, at]) / comparison.more_data**0.5  # more steps in all
-            values = {**chosen[loss, at], "num_train_epochs": max(round(epochs), 1)}
-            k = at if comparison.loss(loss).needs_k else None
-            runs.append(Run("more_data", loss, k, values, comparison.tune_seed, tuple(comparison.k)))
+        loss, at = comparison.baseline, comparison.first_k
+        values = chosen[loss][at]
+        if values is not None:
+            epochs = comparison.epochs(values) / comparison.more_data**0.5  # more steps in all
+            values = {**values, "num_train_epochs": max(round(epochs), 1)}
+        k = at if comparison.loss(loss).needs_k else None
+        runs.append(Run("more_data", loss, k, values, comparison.tune_seed, tuple(comparison.k), comparison.more_data))
     for seed in range(comparison.seeds):  # seed by seed, so that data are generated once
-        for loss in comparison.losses:
+        for loss, of_k in chosen.items():
             if comparison.loss(loss).needs_k:
-                groups = [((k,), chosen[loss, k]) for k in comparison.k]
+                runs += [Run("final", loss, k, values, seed, (k,)) for k, values in of_k.items()]
             else:  # one training for all K with the same hyperparameters
-                own = [chosen[loss, k] for k in comparison.k]
-                groups = [
-                    (tuple(k for k, other in zip(comparison.k, own, strict=True) if other == values), values)
-                    for i, values in enumerate(own)
-                    if values not in own[:i]
-                ]
-            for ks, values in groups:
-                k = ks[0] if comparison.loss(loss).needs_k else None
-                if values is None:
-                    unknown.append((loss, ks[0], seed))
-                else:
-                    runs.append(Run("final", loss, k, values, seed, ks))
-    return runs, unknown
+                groups: dict[str, list[float]] = {}
+                for k, values in of_k.items():
+                    groups.setdefault(json.dumps(values), []).append(k)
+                runs += [Run("final", loss, None, of_k[ks[0]], seed, tuple(ks)) for ks in groups.values()]
+    return runs
 
 
-def num_epochs(comparison: Comparison, values: dict[str, Any]) -> float:
-    """The epochs of a training with these hyperparameters."""
-    return float(values.get("num_train_epochs", comparison.arguments[2].num_train_epochs))
-
-
-def write_json(path: Path, content: Any) -> None:
-    """Write JSON so that the file is there whole or not at all."""
-    write_text(path, json.dumps(content, indent=1, ensure_ascii=False) + "\n")
+def num_epochs(comparison: Comparison, run: Run) -> float:
+    """The epochs of a run, counted in the recipe's images; the mean of what is searched while nothing is chosen."""
+    if run.values is not None:
+        return comparison.epochs(run.values) * run.times
+    return mean(map(comparison.epochs, comparison.configurations(run.loss))) * run.times**0.5

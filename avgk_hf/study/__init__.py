@@ -1,0 +1,1 @@
+"""Several trainings at once: seeds, searches and comparisons, their tables and their pictures."""
