@@ -40,17 +40,11 @@ from .comparison import (
 from .data import prepare
 from .data.glyphs import load_glyphs
 from .files import output_folder
-from .recipes import (
-    DataArguments,
-    load_all,
-    load_data,
-    make_trainer,
-    parse_recipe,
-    set_size_counts,
-)
+from .recipes import DataArguments, parse_recipe
 from .set_statistics import SetStatistics
 from .sets import HEADS, all_scores, k_key
 from .shell import guarded, is_secret
+from .train import load_all, load_data, make_trainer, set_size_counts
 from .trainer import AvgKTrainer
 from .training_args import AvgKTrainingArguments
 from .verdict import write_comparison

@@ -8,8 +8,9 @@ from .data import load_splits
 from .files import make_folder, write_text
 from .modeling import AvgKForImageClassification
 from .plots import model_sheet, set_size_histogram
-from .recipes import parse_recipe, run
+from .recipes import parse_recipe
 from .sets import k_key
+from .train import run
 
 OBJECTIVES = {"ce": "CE", "avgk": "AVG-K"}
 # what the table shows, and what it is multiplied by

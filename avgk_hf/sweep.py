@@ -26,17 +26,10 @@ from .losses import every_hyperparameter
 from .model_card import as_markdown
 from .modeling import AvgKForImageClassification
 from .plots import sweep_curve
-from .recipes import (
-    build_model,
-    check_combinations,
-    load_data,
-    make_trainer,
-    parse_recipe,
-    read_recipe,
-    run_seeds,
-)
+from .recipes import check_combinations, parse_recipe, read_recipe
 from .report import as_text, interval
 from .shell import is_secret
+from .train import build_model, load_data, make_trainer, run_seeds
 from .trainer import AvgKTrainer
 from .training_args import AvgKTrainingArguments
 
