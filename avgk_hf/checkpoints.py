@@ -86,20 +86,18 @@ class CheckpointTrainer(Trainer):
 
     def _start(self, asked: str | bool | None) -> str | Path | None:
         """The checkpoint to go on from, which must be complete."""
-        run, first = self.args.output_dir, self.is_world_process_zero()
+        run, first, word = self.args.output_dir, self.is_world_process_zero(), str(asked).lower()
         foreign = self.is_deepspeed_enabled or self.is_fsdp_enabled  # these have checkpoints of their own
-        if str(asked).lower() in ("none", "false"):
+        if word in ("none", "false"):
             return None
-        if str(asked).lower() not in ("last", "true"):
-            if not foreign:
-                check_checkpoint(asked)
-            return asked
-        checkpoint = get_last_checkpoint(run) if foreign else last_checkpoint(run, warn=first)
-        if first and checkpoint:
-            logger.warning(f"training goes on from {checkpoint}.")
-        elif first:
-            logger.warning(f"training starts from the beginning: there is no complete checkpoint in {run}.")
-        return checkpoint
+        if word in ("last", "true"):
+            asked = get_last_checkpoint(run) if foreign else last_checkpoint(run, warn=first)
+            start = f"starts from the beginning: there is no complete checkpoint in {run}"
+            if first:
+                logger.warning(f"training {f'goes on from {asked}' if asked else start}.")
+        elif not foreign:
+            check_checkpoint(asked)
+        return asked
 
     def _stateful_callbacks(self) -> list[TrainerCallback]:
         return [callback for callback in self.callback_handler.callbacks if isinstance(callback, ExportableState)]
@@ -126,8 +124,7 @@ class CheckpointTrainer(Trainer):
         size += sum(value.nbytes for value in self.criterion.state_dict().values())
         planned = 1
         if args.save_strategy in (SaveStrategy.STEPS, SaveStrategy.EPOCH) and has_length(self.train_dataset):
-            images = self._train_batch_size * args.gradient_accumulation_steps * args.world_size
-            in_epoch = max(math.ceil(len(self.train_dataset) / images), 1)
+            in_epoch = max(math.ceil(len(self.train_dataset) / self.get_total_train_batch_size(args)), 1)
             steps = args.max_steps if args.max_steps > 0 else args.num_train_epochs * in_epoch
             every = args.save_steps if args.save_strategy == SaveStrategy.STEPS else in_epoch
             planned = math.ceil(steps / (every if every >= 1 else every * steps))

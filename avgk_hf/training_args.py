@@ -78,21 +78,17 @@ class AvgKTrainingArguments(TrainingArguments):
     """
 
     calibrate_k: list[float] = HfArg(
-        default_factory=list,
-        help="Average set sizes to compute thresholds for, besides the model's own k, e.g. 1 2 5 10.",
+        default_factory=list, help="Average set sizes to compute thresholds for, besides the model's k, e.g. 1 2 5."
     )
     calibrate_coverage: list[float] = HfArg(
-        default_factory=lambda: list(LEVELS),
-        help="Coverage levels to compute conformal thresholds for, e.g. 0.9 0.95 0.99.",
+        default_factory=lambda: list(LEVELS), help="Coverage levels to compute thresholds for, e.g. 0.9 0.95 0.99."
     )
-    calibrate_per_class: bool = HfArg(
-        default=False, help="Compute the thresholds of these coverage levels for each class too."
-    )
+    calibrate_per_class: bool = HfArg(default=False, help="Compute the thresholds of coverage for each class too.")
     coverage_method: str = HfArg(
         default="lac", help="How the coverage reported on test is reached.", metadata={"choices": list(METHODS)}
     )
     early_stopping_patience: int | None = HfArg(
-        default=None, help="Stop after this many evaluations without a better metric_for_best_model."
+        default=None, help="Stop after this many evaluations without a better one."
     )
     lr_milestones: list[float] = HfArg(
         default_factory=list, help="Epochs after which the learning rate is multiplied by lr_gamma, e.g. 150 225."

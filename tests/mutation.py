@@ -21,15 +21,15 @@ ROOT = Path(__file__).resolve().parent.parent
 FOLDER = ROOT / "runs" / "mutants"
 TRAINER, MODEL = "avgk_hf.trainer.xǁAvgKTrainerǁ", "avgk_hf.modeling.xǁAvgKForImageClassificationǁ"
 CARRIERS = {  # the functions that store, load, keep or drop a calibration, or match classes
-    TRAINER: "_store_calibration _calibration_record _load_calibration _load_best_model _load_from_checkpoint"
-    " training_step",
+    TRAINER: "_store_calibration _calibration_record _load_calibration training_step",
+    "avgk_hf.checkpoints.xǁCheckpointTrainerǁ": "_load_best_model _load_from_checkpoint",
     MODEL: "_keep_head _needed_heads drop_sccp_head drop_unused_head",
     "avgk_hf.classifiers.x_": "write_thresholds",
     "avgk_hf.evaluation.x_": "_evaluate_foreign",
     "avgk_hf.model_card.xǁCardCallbackǁ": "__init__ on_train_begin on_evaluate results",
     "avgk_hf.data.datasets.x_": "align_labels",
 }
-CARRIER_NAMES = "trainer modeling classifiers evaluation model_card data/datasets"
+CARRIER_NAMES = "trainer checkpoints modeling classifiers evaluation model_card data/datasets"
 CARRIER_FILES = [f"avgk_hf/{name}.py" for name in CARRIER_NAMES.split()]
 CARRIER_TESTS = [f"tests/test_{name}.py" for name in ("calibrate", "trainer", "modeling", "model_card")]
 # what is left out because it takes seconds: tests that ask other packages, train, or run commands

@@ -38,7 +38,6 @@ from avgk_hf.metrics.average_k_accuracy.average_k_accuracy import average_k_accu
 from avgk_hf.model_card import render_card
 from avgk_hf.modeling import AvgKOutput
 from avgk_hf.recipes import DataArguments, ModelArguments, model_arguments, parse_recipe
-from avgk_hf.recipes import main as train
 from avgk_hf.sets import (
     AverageKThreshold,
     average_k_threshold,
@@ -48,6 +47,7 @@ from avgk_hf.sets import (
     score,
 )
 from avgk_hf.statistics import SetStatistics, class_means
+from avgk_hf.train import main as train
 from conftest import CLASSES, RECIPE, save_vit, write_images
 
 NAN, INF, HUGE = math.nan, math.inf, 10**400
@@ -1111,7 +1111,7 @@ def test_training_and_commands_skip_bad_images(spoilt, tmp_path, capsys, monkeyp
     with refused(".png cannot be read as an image"):
         train([str(recipe), *options])
     warnings = []
-    monkeypatch.setattr("avgk_hf.recipes.logger.warning", warnings.append)
+    monkeypatch.setattr("avgk_hf.train.logger.warning", warnings.append)
     train([str(recipe), *options, "--on_bad_image", "skip"])
     assert warnings == ["1 of 6 classes have no training image, e.g. 'oak': they count as few shot."]
     results = json.loads((tmp_path / "run" / "results.json").read_text())

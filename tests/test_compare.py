@@ -21,10 +21,11 @@ from avgk_hf.configuration import AvgKConfig
 from avgk_hf.data import glyphs, load_splits, prepare
 from avgk_hf.data.glyphs import CHARACTERS, FACES, noise_bound, outline_bound
 from avgk_hf.losses import LOSSES, Hyperparameter, Loss
-from avgk_hf.recipes import load_data, make_trainer, parse_recipe
+from avgk_hf.recipes import parse_recipe
 from avgk_hf.study.runner import measure, run_arguments
 from avgk_hf.study.spec import Run, choose, finished, plan, read_comparison, run_path, tuning_runs
 from avgk_hf.study.sweep import Sweep
+from avgk_hf.train import load_data, make_trainer
 from conftest import CLASSES, write_images
 
 ROOT = Path(__file__).parent.parent

@@ -22,8 +22,9 @@ from avgk_hf.cli import main
 from avgk_hf.data.glyphs import CHARACTERS, class_name, draw
 from avgk_hf.evaluation import calibrate
 from avgk_hf.export import export_onnx, exportable
-from avgk_hf.recipes import build_model, parse_recipe
+from avgk_hf.recipes import parse_recipe
 from avgk_hf.sets import average_k_threshold, predict_sets
+from avgk_hf.train import build_model
 from conftest import CLASSES, save_vit
 
 ROOT = Path(__file__).parent.parent

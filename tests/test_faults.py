@@ -24,7 +24,7 @@ from conftest import save_vit
 # imports once and runs every command it is given in a process of its own, which can be killed like any other
 DRIVER = """
 import json, os, resource, signal, sys, traceback
-import avgk_hf.evaluation, avgk_hf.recipes
+import avgk_hf.evaluation, avgk_hf.train
 from avgk_hf.cli import main
 from avgk_hf.trainer import AvgKTrainer
 

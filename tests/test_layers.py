@@ -1,4 +1,4 @@
-"""Imports go one way, and the public names are those of the README."""
+"""Imports go one way, files and functions stay small, and the public names are those of the README."""
 
 import ast
 import re
@@ -8,24 +8,24 @@ import avgk_hf
 
 ROOT = Path(__file__).parent.parent
 PACKAGE = ROOT / "avgk_hf"
-STUDY = PACKAGE / "study" / "__init__.py"  # imports nothing
+# a file may import those of the layers before its own, and in its own those that are named before it
 LAYERS = [
-    {"checks", "files", "processes", "shell"},
-    {"images", "plain_yaml", "sets"},
-    {"backbones", "conformal", "losses"},
-    {"questions"},
-    {"calibration", "statistics"},
-    {"configuration", "data", "metrics", "monitor"},
-    {"pipeline"},
-    {"modeling"},
-    {"auto", "classifiers", "hub", "model_card", "training_args"},
-    {"checkpoints", "evaluation"},
-    {"app", "export", "trainer"},
-    {"recipes"},
-    {"train", "study"},
-    {"commands"},
-    {"cli"},
+    "checks files processes shell images plain_yaml sets",
+    "conformal losses",
+    "questions calibration statistics",
+    "backbones configuration data",
+    "monitor pipeline modeling auto",
+    "classifiers evaluation metrics",
+    "training_args hub model_card checkpoints trainer export app",
+    "recipes study.columns study.seeds study.plots train study.spec study.training study.report study.runner study.sweep",
+    "commands cli",
 ]
+LINES, FILE, FUNCTION = 8200, 400, 60
+
+
+def room(parts: tuple[str, ...]) -> str:
+    """What a file is called in LAYERS: its folder, but in the study each by its own name."""
+    return ".".join(parts[:2] if parts[0] == "study" else parts[:1]).removesuffix(".py")
 
 
 def imports(path: Path) -> set[str]:
@@ -36,25 +36,40 @@ def imports(path: Path) -> set[str]:
         if isinstance(node, ast.ImportFrom) and node.level:
             base = inside[: len(inside) + 1 - node.level]
             names = [node.module] if node.module else [alias.name for alias in node.names]
-            found |= {module((*base, *name.split("."))) for name in names}
+            found |= {room((*base, *name.split("."))) for name in names}
         elif isinstance(node, ast.ImportFrom) and (node.module or "").startswith("avgk_hf."):
-            found.add(node.module.split(".")[1])
+            found.add(room(tuple(node.module.split(".")[1:])))
     return found - {"__version__"}
 
 
+def sources() -> list[Path]:
+    return [path for path in PACKAGE.rglob("*.py") if path.name != "__init__.py" or path.parent.name in ("losses",)]
+
+
 def test_imports_go_down():
-    level = {name: i for i, names in enumerate(LAYERS) for name in names}
-    files = [path for path in PACKAGE.rglob("*.py") if path not in (PACKAGE / "__init__.py", STUDY)]
-    assert {module(path.relative_to(PACKAGE).parts) for path in files} == set(level)
-    for path in files:
-        own = module(path.relative_to(PACKAGE).parts)
-        for other in imports(path) - {own, "AvgKForImageClassification"}:
-            allowed = level[other] < level[own] or (own, other) in {
-                ("trainer", "checkpoints"),
+    order = {name: i for i, name in enumerate(" ".join(LAYERS).split())}
+    assert len(LAYERS) <= 9
+    assert {room(path.relative_to(PACKAGE).parts) for path in sources()} == set(order)
+    for path in sources():
+        own = room(path.relative_to(PACKAGE).parts)
+        for other in imports(path) - {own}:
+            # what a loss states about itself, where the package is installed
+            allowed = order[other] < order[own] or (own, other) in {
                 ("modeling", "losses"),
-                ("configuration", "losses"),  # what a loss states about itself, where the package is installed
+                ("configuration", "losses"),
             }
-            assert allowed, f"{path.name} ({own}) imports {other}"
+            assert allowed, f"{path.relative_to(PACKAGE)} imports {other}"
+
+
+def test_sizes():
+    lengths = {path: len(path.read_text().splitlines()) for path in PACKAGE.rglob("*.py")}
+    assert sum(lengths.values()) <= LINES
+    for path, length in lengths.items():
+        assert length <= FILE, f"{path.relative_to(PACKAGE)} has {length} lines"
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef)):
+                number = node.end_lineno - node.lineno + 1
+                assert number <= FUNCTION, f"{path.relative_to(PACKAGE)}: {node.name} has {number} lines"
 
 
 def remote_files() -> set[str]:

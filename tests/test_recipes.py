@@ -14,7 +14,8 @@ from transformers import TrainerCallback
 from archives import SPECIES, write_cifar, write_plantnet
 from avgk_hf import AvgKForImageClassification, AvgKTrainer, load_splits, prepare
 from avgk_hf.losses import every_hyperparameter
-from avgk_hf.recipes import build_model, main, parse_recipe
+from avgk_hf.recipes import parse_recipe
+from avgk_hf.train import build_model, main
 
 ROOT = Path(__file__).parent.parent
 LOSSES = ("an", "avgk", "ce", "epr", "role", "topk")

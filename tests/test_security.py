@@ -56,7 +56,7 @@ from avgk_hf import (
     AvgKForImageClassification,
     AvgKTrainingArguments,
     load_splits,
-    recipes,
+    train,
 )
 from avgk_hf.app import guard, page
 from avgk_hf.app.answers import Answers
@@ -73,9 +73,10 @@ from avgk_hf.files import new_file, replacing, write_text
 from avgk_hf.images import FORMATS
 from avgk_hf.model_card import render_card
 from avgk_hf.modeling import check_folder
-from avgk_hf.recipes import build_model, parse_recipe
+from avgk_hf.recipes import parse_recipe
 from avgk_hf.study.runner import run_trainer
 from avgk_hf.study.spec import plan, read_comparison
+from avgk_hf.train import build_model
 from browser import Visitor
 from conftest import CLASSES, save_vit
 
@@ -771,7 +772,7 @@ ELSEWHERE = {
     ("space.py", "mkdir"): "above the folder that the user names",
     ("space.py", "copytree"): "of this package into a temporary folder",
     ("space.py", "move"): "into a folder that is new or empty",
-    ("recipes.py", "save_model"): "of the trainer, with `replacing`",
+    ("train.py", "save_model"): "of the trainer, with `replacing`",
     ("trainer.py", "save"): "into the file of `new_file`",
     ("checkpoints.py", "save_model"): "into the folder of `replacing`",
     ("checkpoints.py", "save_to_json"): "into the file of `new_file`, or a fresh folder",
@@ -934,8 +935,8 @@ def test_a_token_is_not_in_the_command_to_go_on_with(recipe, monkeypatch, capsys
     def stopped(*_, **__):
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(recipes, "run", stopped)
-    monkeypatch.setattr(recipes, "run_seeds", stopped)
+    monkeypatch.setattr(train, "run", stopped)
+    monkeypatch.setattr(train, "run_seeds", stopped)
     monkeypatch.setenv("HF_TOKEN", "of-the-environment")
     for secret, arguments in (
         (SECRET, ["--hub_token", SECRET, "--seeds", "2"]),

@@ -15,9 +15,9 @@ import optuna
 import pytest
 
 from avgk_hf.cli import build_parser, main
-from avgk_hf.recipes import main as train
 from avgk_hf.recipes import parse_recipe
 from avgk_hf.study.sweep import Sweep, _scaled, read_sweep, run_sweep
+from avgk_hf.train import main as train
 from avgk_hf.trainer import AvgKTrainer
 
 ROOT = Path(__file__).parent.parent

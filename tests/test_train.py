@@ -8,7 +8,8 @@ import torch
 
 from avgk_hf import AvgKForImageClassification, load_splits, prepare
 from avgk_hf.losses import every_hyperparameter
-from avgk_hf.recipes import describe_fields, main, parse_recipe
+from avgk_hf.recipes import describe_fields, parse_recipe
+from avgk_hf.train import main
 
 
 def test_the_whole_way(recipe, image_folder, forks, tmp_path):

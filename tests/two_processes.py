@@ -139,7 +139,7 @@ def train(folder: Path, images: str, recipe: str) -> list[str]:
     process but the first fail. Its random state, which it has to save, is smaller.
     """
     from avgk_hf import cli
-    from avgk_hf.recipes import main
+    from avgk_hf.train import main
 
     written: set[str] = set()
 
@@ -159,7 +159,7 @@ def train(folder: Path, images: str, recipe: str) -> list[str]:
 
 def resumed(folder: Path, recipe: str) -> None:
     """Train with ROLE, and again from a checkpoint inside the first epoch, which is all that a killed run leaves."""
-    from avgk_hf.recipes import main
+    from avgk_hf.train import main
 
     steps = ["--eval_strategy", "steps", "--save_strategy", "steps", "--eval_steps", "2", "--save_steps", "2"]
     options = [recipe, *steps, "--objective", "role", "--augmentation", "timm", "--push_to_hub", "false"]

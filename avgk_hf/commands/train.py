@@ -12,6 +12,6 @@ def arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> None:
-    from ..recipes import main
+    from ..train import main
 
     main(args.arguments)

@@ -32,9 +32,10 @@ from ..checks import check_whole
 from ..data import prepare
 from ..evaluation import Evaluation
 from ..files import output_folder, write_text
-from ..recipes import Arguments, set_size_counts
+from ..recipes import Arguments
 from ..sets import NotFinite, k_key, metric_name
 from ..shell import guarded, is_secret
+from ..train import set_size_counts
 from ..trainer import AvgKTrainer
 from .report import SCORES, write_comparison
 from .spec import Comparison, Results, Run, best_of_curve, finished, num_epochs, plan, run_path
@@ -97,7 +98,7 @@ def run_trainer(
 
 
 def measure(
-    trainer: AvgKTrainer, dataset: Dataset, ks: Sequence[float], thresholds: dict | None = None
+    trainer: AvgKTrainer, dataset: Dataset, ks: Sequence[float], given: dict | None = None
 ) -> dict[str, Evaluation]:
     """Every score of every head in one pass over a dataset.
 
@@ -105,7 +106,7 @@ def measure(
         trainer: Holds model and settings.
         dataset: Prepared images.
         ks: Average set sizes.
-        thresholds: {score: {head: {K: lambda_val}}}; None to calibrate.
+        given: {score: {head: {K: lambda_val}}}; None to calibrate.
 
     Returns:
         {score: evaluation}.

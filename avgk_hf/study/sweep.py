@@ -23,8 +23,9 @@ from ..checks import check_choice, check_whole
 from ..files import output_folder, write_text
 from ..losses import every_hyperparameter
 from ..model_card import as_markdown
-from ..recipes import check_combinations, parse_recipe, read_recipe, run_seeds
+from ..recipes import check_combinations, parse_recipe, read_recipe
 from ..sets import NotFinite
+from ..train import run_seeds
 from ..training_args import AvgKTrainingArguments
 from .columns import ACCURACY, as_table
 from .plots import sweep_curve

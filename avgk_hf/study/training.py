@@ -6,7 +6,8 @@ from typing import Any
 from datasets import Dataset, DatasetDict
 
 from ..data.glyphs import load_glyphs
-from ..recipes import Arguments, load_all, load_data, make_trainer, parse_recipe
+from ..recipes import Arguments, parse_recipe
+from ..train import load_all, load_data, make_trainer
 from ..trainer import AvgKTrainer
 
 _loaded: dict[str, Any] = {}  # the data of the last training, which the next one usually needs again
