@@ -17,7 +17,8 @@ LAYERS = [
     "monitor pipeline modeling auto",
     "classifiers evaluation metrics",
     "training_args hub model_card checkpoints trainer export app",
-    "recipes study.columns study.seeds study.plots train study.spec study.training study.report study.runner study.sweep",
+    "recipes study.columns study.seeds study.plots train"
+    " study.spec study.training study.report study.runner study.sweep",
     "commands cli",
 ]
 LINES, FILE, FUNCTION = 8200, 400, 60

@@ -113,9 +113,7 @@ def measure(
     """
     config = trainer.model.config
     found = {
-        kind: Evaluation(
-            config, len(dataset), ks, thresholds is None, score=kind, thresholds=(thresholds or {}).get(kind)
-        )
+        kind: Evaluation(config, len(dataset), ks, given is None, score=kind, thresholds=given and given[kind])
         for kind in dict.fromkeys((config.score, *SCORES))
     }
     trainer.collect(list(found.values()), trainer.get_eval_dataloader(dataset))
