@@ -23,9 +23,10 @@ from .checks import check_nesting, read_json
 from .configuration import AvgKConfig, check_dtype, check_labels, readable_json
 from .data.transforms import ImageTransform, ProcessorTransform
 from .files import write_text
-from .modeling import AvgKForImageClassification, check_folder, refuse_adapter
+from .modeling import AvgKForImageClassification
 from .pipeline import check_processor
 from .sets import score
+from .weights import check_folder, refuse_adapter
 
 # what calibrating adds to the config of a classifier of another class
 CALIBRATED = (*FIELDS, "score")

@@ -11,8 +11,9 @@ from transformers.utils import logging
 from .checks import read_json
 from .configuration import AvgKConfig
 from .files import leads_out
-from .modeling import check_folder, code_files
+from .modeling import code_files
 from .shell import masked
+from .weights import check_folder
 
 logger = logging.get_logger(__name__)
 # weights, thresholds, card and pictures; no optimizer state, pickle, local path, or code that is not of this package

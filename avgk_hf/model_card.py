@@ -14,8 +14,8 @@ from .checks import read_json
 from .configuration import AvgKConfig
 from .conformal import METHODS, describe_coverage, question_name
 from .losses import LOSSES
-from .modeling import check_folder
 from .sets import k_key
+from .weights import check_folder
 
 TEMPLATE = Path(__file__).with_name("model_card_template.md")
 CALIBRATED = "This model was not trained for sets: a classifier that existed already was calibrated with avgk_hf."

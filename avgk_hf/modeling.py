@@ -6,43 +6,29 @@ This file and those it imports also travel with a saved model as remote code, so
 import json
 import math
 import os
-import re
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import timm
 import torch
-from huggingface_hub import hf_hub_download
-from huggingface_hub.errors import EntryNotFoundError
-from safetensors import SafetensorError, safe_open
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 from transformers import initialization as init
 from transformers.dynamic_module_utils import get_relative_import_files
 from transformers.models.auto.modeling_auto import MODEL_FOR_IMAGE_CLASSIFICATION_MAPPING_NAMES
-from transformers.utils import ModelOutput, find_adapter_config_file, is_peft_available
+from transformers.utils import ModelOutput
 
-from .backbones import (
-    check_architecture,
-    check_model_args,
-    create_backbone,
-    feature_width,
-    is_registered,
-    known_cfg,
-    near_models,
-)
+from .backbones import create_backbone, feature_width
 from .calibration import Calibration, load_details
-from .checks import read_json
 from .configuration import AvgKConfig, installed_losses
 from .files import copy_file, make_folder, replacing, write_text
 from .pipeline import AverageKImageClassificationPipeline  # noqa: F401  (so that it travels with this file)
 from .questions import Question
 from .sets import check_k, head_scores
+from .weights import check_folder, load_backbone, refuse_adapter
 
 ALIGNMENT = 64  # bytes, as torch allocates
 MOST_HEAD_WEIGHTS = 500_000_000  # of both heads, 2 GB
-CONVERT = "save_file(torch.load(FILE, weights_only=True), 'model.safetensors', metadata={'format': 'pt'})"
 
 # where the stock pipeline looks up whether it supports a model; registering with the Auto class does not get there
 MODEL_FOR_IMAGE_CLASSIFICATION_MAPPING_NAMES.setdefault("avgk", "AvgKForImageClassification")
@@ -152,37 +138,7 @@ class AvgKForImageClassification(PreTrainedModel):
         else:
             config_fields["num_labels"] = num_labels
         check_k(k, num_labels or len(config_fields["id2label"]))
-
-        is_folder = Path(name).is_dir()
-        source = f"local-dir:{name}" if is_folder else name
-        model_args = dict(model_args or {})
-        if pretrained is None:
-            pretrained = ":" in source or checkpoint is not None
-        if checkpoint is not None and (Path(checkpoint).suffix != ".safetensors" or not Path(checkpoint).is_file()):
-            raise ValueError(
-                f"checkpoint={checkpoint!r} is not a .safetensors file. Convert other weights once with"
-                " `safetensors.torch.save_file(model.state_dict(), 'weights.safetensors')`."
-            )
-        weights: dict[str, Any] = {} if checkpoint is None else {"file": str(checkpoint)}
-        if ":" in source:
-            architecture, stored_args, cfg = _stored_config(source)
-            model_args = {**stored_args, **model_args}
-            if pretrained and checkpoint is None:
-                weights = {"file": str(_stored_file(source, "model.safetensors"))}
-            where = {"pretrained_cfg": {**cfg, **weights}}
-        elif not is_registered(name):
-            raise ValueError(
-                f"{name!r} is neither a timm model nor a local folder. {near_models(name)} For a Hub model write"
-                " `hf_hub:<repo id>`."
-            )
-        else:
-            architecture, where = name, {"pretrained_cfg_overlay": weights} if weights else {}
-            cfg = timm.get_pretrained_cfg(name, allow_unregistered=True)
-            if image_size is not None and cfg and cfg.fixed_input_size:
-                model_args.setdefault("img_size", image_size)
-        # timm itself loads the weights, once; __init__ builds without them, or every from_pretrained would fetch them
-        trained = create_backbone(architecture, model_args, pretrained, **where)
-        pretrained_cfg = _portable_cfg(trained.pretrained_cfg, model_args.get("in_chans", 3), image_size)
+        trained, model_args, pretrained_cfg = load_backbone(name, pretrained, checkpoint, image_size, model_args)
         losses = installed_losses()
         if objective in losses:  # of any other the config says what is wrong
             config_fields["sccp_head"] = losses[objective].two_heads
@@ -436,121 +392,3 @@ def _shared_names(model: nn.Module) -> dict[str, str]:
         for name, tensor in model.state_dict(keep_vars=True).items()
         if first.setdefault(id(tensor), name) != name
     }
-
-
-def _stored_config(source: str) -> tuple[str, dict[str, Any], dict[str, Any]]:
-    """The architecture, the arguments that shape it and how images are prepared, as a timm folder or Hub repo says."""
-    path = _stored_file(source, "config.json")
-    stored = read_json(path)
-    cfg = stored.get("pretrained_cfg", stored)  # timm once wrote one mapping for all
-    architecture, model_args = stored.get("architecture"), stored.get("model_args") or {}
-    if not isinstance(architecture, str) or not isinstance(model_args, dict) or not isinstance(cfg, dict):
-        raise ValueError(f"{path} does not describe a timm model: it needs `architecture` and `pretrained_cfg`.")
-    try:
-        check_architecture(architecture)
-        model_args = {name: value for name, value in model_args.items() if name != "num_classes"}  # heads are ours
-        check_model_args(model_args)
-        cfg = known_cfg(cfg)
-    except ValueError as error:
-        raise ValueError(f"{path}: {error}") from None
-    _, height, width = cfg.get("input_size", (3, 224, 224))
-    if cfg.get("fixed_input_size") and model_args.get("img_size"):  # where older exports kept the original's size
-        size = model_args["img_size"]
-        height, width = size if isinstance(size, (list, tuple)) else (size, size)
-    return architecture, model_args, {**cfg, "input_size": (model_args.get("in_chans", 3), height, width)}
-
-
-def _stored_file(source: str, name: str) -> Path:
-    """A file of a local folder or a Hub repo; never one that its config names."""
-    kind, _, location = source.partition(":")
-    if kind == "local-dir":
-        check_folder(location, weights=name != "config.json")
-        return Path(location, name)
-    if kind not in ("hf_hub", "hf-hub"):
-        raise ValueError(f"{source!r} is of an unknown kind; write `hf_hub:<repo id>` or the path of a folder.")
-    repo_id, _, revision = location.partition("@")
-    try:
-        return Path(hf_hub_download(repo_id, name, revision=revision or None))
-    except EntryNotFoundError as error:
-        raise FileNotFoundError(
-            f"{repo_id} has no {name}, neither on the Hub nor in the cache; weights in other files, which may be"
-            " pickles, are not opened here."
-        ) from error
-
-
-def _portable_cfg(pretrained_cfg: dict[str, Any], in_chans: int, image_size: int | None) -> dict[str, Any]:
-    """How images are prepared, for this number of channels and size, without download addresses and local paths."""
-    cfg = known_cfg(pretrained_cfg)
-    height, width = (image_size, image_size) if image_size else cfg["input_size"][1:]
-    cfg["input_size"] = [in_chans, height, width]
-    cfg.pop("num_classes", None)
-    if image_size:
-        cfg.update(crop_pct=1.0, crop_mode="center")
-        cfg.pop("test_input_size", None)
-        cfg.pop("test_crop_pct", None)
-    if in_chans == 1:
-        cfg.update(mean=[sum(cfg["mean"]) / len(cfg["mean"])], std=[sum(cfg["std"]) / len(cfg["std"])])
-    return {k: list(v) if isinstance(v, tuple) else v for k, v in cfg.items() if v is not None}
-
-
-def refuse_adapter(name: str | os.PathLike, **kwargs: Any) -> None:
-    """Refuse an adapter of peft: its settings name another model to load and a module to import."""
-    if not is_peft_available():  # transformers then leaves it alone
-        return
-    given = ("cache_dir", "force_download", "token", "revision", "local_files_only", "subfolder")
-    where = {key: kwargs[key] for key in given if key in kwargs}
-    found = (kwargs.get("adapter_kwargs") or {}).get("_adapter_model_path")
-    if found or find_adapter_config_file(os.fspath(name), **where):
-        raise ValueError(
-            f"{found or name} holds an adapter of peft, and adapters are not loaded here: load its base model and the"
-            " adapter with peft yourself, and save `model.merge_and_unload()`."
-        )
-
-
-def check_folder(folder: str | os.PathLike, weights: bool = True) -> None:
-    """Refuse a folder whose model is missing, half written or pickled, with the name of the file.
-
-    Args:
-        folder: A saved model.
-        weights: Whether there must be weights, or config.json alone will do.
-    """
-    folder = Path(folder)
-    if not (folder / "config.json").is_file():
-        raise FileNotFoundError(f"{folder} holds no config.json; name the folder of a saved model.")
-    read_json(folder / "config.json")
-    names = [name for name in ("model.safetensors", "adapter_model.safetensors") if (folder / name).is_file()]
-    index = folder / "model.safetensors.index.json"
-    if "model.safetensors" not in names and index.is_file():
-        names += check_weight_map(index)
-    if not names and weights:
-        state = ("training_args", "optimizer", "scheduler", "scaler", "rng_state")  # of a training, not of a model
-        pickles = [p.name for ending in ("bin", "pt", "pth", "ckpt") for p in sorted(folder.glob(f"*.{ending}"))]
-        for name in (name for name in pickles if not name.startswith(state)):
-            raise ValueError(
-                f"{folder} holds its weights only as {name}, a pickle, and pickles are not opened here. If you trust"
-                f" it, convert it once: `safetensors.torch.{CONVERT.replace('FILE', repr(name))}`."
-            )
-        raise FileNotFoundError(
-            f"{folder} holds no model.safetensors; its writing was interrupted, or it is no model."
-        )
-    for name in names:
-        check_safetensors(folder / name)
-
-
-def check_weight_map(index: Path) -> list[str]:
-    """The files that an index of weights names; one that is not beside it is refused."""
-    weight_map = read_json(index).get("weight_map")
-    names = list(weight_map.values()) if isinstance(weight_map, dict) else []
-    for name in names:
-        if not isinstance(name, str) or not re.fullmatch(r"[\w.-]+\.safetensors", name):
-            raise ValueError(f"{index} names {name!r}, but weights are only read from *.safetensors files beside it.")
-    return sorted(set(names))
-
-
-def check_safetensors(path: Path) -> None:
-    """Refuse a safetensors file that is not whole; only its header is read."""
-    try:
-        with safe_open(path, "pt") as file:
-            file.keys()
-    except (SafetensorError, OSError) as error:
-        raise OSError(f"{path} is missing, cut off or damaged ({error}); restore it from a copy.") from error

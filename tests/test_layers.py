@@ -13,7 +13,7 @@ LAYERS = [
     "checks files processes shell images plain_yaml sets",
     "conformal losses",
     "questions calibration statistics",
-    "backbones configuration data",
+    "backbones weights configuration data",
     "monitor pipeline modeling auto",
     "classifiers evaluation metrics",
     "training_args hub model_card checkpoints trainer export app",

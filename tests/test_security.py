@@ -72,11 +72,11 @@ from avgk_hf.data.glyphs import write_image_folder
 from avgk_hf.files import new_file, replacing, write_text
 from avgk_hf.images import FORMATS
 from avgk_hf.model_card import render_card
-from avgk_hf.modeling import check_folder
 from avgk_hf.recipes import parse_recipe
 from avgk_hf.study.runner import run_trainer
 from avgk_hf.study.spec import plan, read_comparison
 from avgk_hf.train import build_model
+from avgk_hf.weights import check_folder
 from browser import Visitor
 from conftest import CLASSES, save_vit
 
