@@ -39,7 +39,8 @@ from .checks import is_number, read_json
 from .conformal import METHODS, check_coverage, enough_images, level_key
 from .files import write_text
 from .questions import Answer, Question, at_least
-from .sets import HEADS, check_k, k_key
+from .scores import HEADS
+from .sets import check_k, k_key
 
 FILE = "calibration.json"
 FIELDS = ("thresholds", "heads", "calibration")  # of a config

@@ -36,7 +36,7 @@ from .data.transforms import ImageTransform
 from .files import UNFINISHED, check_output_dir, fresh_folder, make_folder, new_file, open_log, replacing
 from .hub import OBJECTIVE_STATE, push_folder
 from .losses import LOSSES
-from .sets import NotFinite
+from .scores import NotFinite
 from .weights import check_folder, check_safetensors
 
 logger = logging.get_logger(__name__)

@@ -25,7 +25,7 @@ from .data.transforms import ImageTransform, ProcessorTransform
 from .files import write_text
 from .modeling import AvgKForImageClassification
 from .pipeline import check_processor
-from .sets import score
+from .scores import score
 from .weights import check_folder, refuse_adapter
 
 # what calibrating adds to the config of a classifier of another class

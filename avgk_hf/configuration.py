@@ -20,7 +20,8 @@ from .backbones import MOST_LABELS, check_architecture, check_model_args, known_
 from .calibration import FIELDS, Calibration, load_details, save_details
 from .checks import check_choice, is_number, read_json
 from .files import new_file
-from .sets import HEADS, SCORES, check_k
+from .scores import HEADS, SCORES
+from .sets import check_k
 
 logger = logging.get_logger(__name__)
 

@@ -28,7 +28,8 @@ from .modeling import AvgKForImageClassification
 from .monitor import SetSizeMonitor
 from .processes import gather_list, rank, sum_over_processes, world_size
 from .questions import Question
-from .sets import HEADS, NotFinite, all_scores, check_k, k_key, metric_name
+from .scores import HEADS, NotFinite, all_scores
+from .sets import check_k, k_key, metric_name
 from .statistics import SetStatistics
 
 
@@ -79,7 +80,7 @@ class Evaluation:
             calibration = Calibration.of(config)
             given, answering = _stored(calibration, heads, ks), {calibration.head()}
             asked = {question_name(c, method, per_class): (c, method, per_class) for c in self.levels}
-            answers = {name: calibration.answer(_by_coverage(*asked[name])) for name in asked}
+            answers = {name: calibration.answer(_by_coverage(*how)) for name, how in asked.items()}
             self.answer = calibration.answer(Question())
         sums = calibrate and self.score == "softmax" and bool(self.levels)
         self.statistics = {
@@ -241,17 +242,7 @@ def calibrate(
     """Compute lambda_val for every `k`, and what answers by coverage, in one pass, and store it in the model's config.
 
     The model may be any image classifier of transformers; its class and weights stay what they are. Afterwards the set
-    pipeline, `avgk predict` and `avgk evaluate` take it.
-
-    Args:
-        model: The classifier.
-        dataset: Validation images, one split of `load_splits`.
-        k: Average set sizes, each in [1, L).
-        dataset_name: For the record of the calibration.
-        kwargs: As in `evaluate`.
-
-    Returns:
-        The metrics on these images.
+    pipeline, `avgk predict` and `avgk evaluate` take it. The arguments are those of `evaluate`, and so is the answer.
     """
     return evaluate(model, dataset, k, calibrate=True, dataset_name=dataset_name, **kwargs)
 
@@ -322,7 +313,7 @@ def evaluate(
         metrics = {"loss": evaluation.loss_sum / len(dataset), **metrics}
     if not labelled:
         metrics = _of_sizes(metrics, len(dataset), monitor.k, evaluation.own_k)
-    seen = {} if monitor is None else watch(monitor, evaluation.set_sizes(monitor.k))
+    seen = {} if monitor is None else monitor.watch(evaluation.set_sizes(monitor.k))
     return {**metrics, **seen, **skipped}
 
 
@@ -364,13 +355,6 @@ def run_model(
 
     batches = tqdm(loader, desc=description, unit="batch", disable=rank() > 0)
     loop(evaluations, batches, compute or on_device, batch_size, model.device)
-
-
-def watch(monitor: SetSizeMonitor, sizes: np.ndarray) -> dict[str, float]:
-    """Show a monitor the set sizes (n,) of a dataset in random order, always the same, and return what it says."""
-    monitor.update(np.random.default_rng(0).permutation(sizes))
-    low, high = monitor.interval
-    return {"monitored_k": monitor.k, "set_size_low": low, "set_size_high": high, "drifted": monitor.drifted}
 
 
 def _of_sizes(metrics: Mapping[str, float], num_images: int, watched: float, own: float | None) -> dict[str, float]:

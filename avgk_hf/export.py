@@ -33,7 +33,8 @@ from .evaluation import Evaluation, run_model
 from .files import check_output_dir, copy_file, replacing, write_text
 from .modeling import AvgKForImageClassification, processor_config
 from .questions import Question
-from .sets import SCORES, k_key
+from .scores import SCORES
+from .sets import k_key
 
 logger = logging.getLogger(__name__)
 MODEL, INT8, REPORT, PROCESSOR = "model.onnx", "model.int8.onnx", "export.json", "preprocessor_config.json"

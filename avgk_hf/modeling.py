@@ -24,7 +24,8 @@ from .configuration import AvgKConfig, installed_losses
 from .files import copy_file, make_folder, replacing, write_text
 from .pipeline import AverageKImageClassificationPipeline  # noqa: F401  (so that it travels with this file)
 from .questions import Question
-from .sets import check_k, head_scores
+from .scores import head_scores
+from .sets import check_k
 from .weights import check_folder, load_backbone, refuse_adapter
 
 ALIGNMENT = 64  # bytes, as torch allocates

@@ -155,6 +155,12 @@ class SetSizeMonitor:
         for size in self._sizes(sizes):
             self._take(size)
 
+    def watch(self, sizes: np.ndarray) -> dict[str, float]:
+        """Take in the sizes (n,) of a dataset in random order, always the same, and say what was found."""
+        self.update(np.random.default_rng(0).permutation(sizes))
+        low, high = self.interval
+        return {"monitored_k": self.k, "set_size_low": low, "set_size_high": high, "drifted": self.drifted}
+
     def _take(self, size: int) -> None:
         number = self.num_images + 1
         mean = (self.k + self._total) / number

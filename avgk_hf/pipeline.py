@@ -17,7 +17,7 @@ from .calibration import Calibration, load_details
 from .images import open_image
 from .monitor import SetSizeMonitor
 from .questions import Question
-from .sets import head_scores
+from .scores import head_scores
 
 TASK = "average-k-image-classification"
 SIDES = ("height", "width", "shortest_edge", "longest_edge")  # names of transformers' image processors

@@ -22,7 +22,8 @@ from .data.datasets import ON_BAD_IMAGE
 from .data.transforms import AUGMENTATIONS
 from .losses import LOSSES, every_hyperparameter
 from .plain_yaml import load_yaml
-from .sets import HEADS, SCORES, check_k
+from .scores import HEADS, SCORES
+from .sets import check_k
 from .shell import MASK, is_secret
 from .statistics import SHOTS
 from .training_args import AvgKTrainingArguments

@@ -25,47 +25,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from .checks import check_choice, is_number
-
-SCORES = {
-    "softmax": lambda logits: logits.softmax(-1),
-    "sigmoid": lambda logits: logits.sigmoid(),
-    "logit": lambda logits: logits,
-}
-HEADS = ("ml", "sccp", "mean")
-
-
-class NotFinite(ValueError):
-    """A loss, weights or logits that are NaN or infinite: the training has diverged."""
-
-
-def check_finite(logits: Tensor, first: int = 0) -> None:
-    """Refuse logits (n, L) that are NaN or infinite, with the numbers of their images.
-
-    One sum over the batch decides; the images are looked for only when it fails.
-
-    Args:
-        logits: Output of one head, (n, L).
-        first: Number of the first image, for the message.
-
-    Example:
-        >>> check_finite(torch.tensor([[0.0, 1.0], [math.inf, 0.0]]), first=64)  # doctest: +ELLIPSIS
-        Traceback (most recent call last):
-        ...
-        avgk_hf.sets.NotFinite: the logits of image(s) 65 are NaN or infinite: no set can be predicted from them. ...
-    """
-    wide = torch.float32 if logits.device.type == "mps" else torch.float64  # where no sum of float32 overflows
-    if math.isfinite(logits.detach().sum(dtype=wide).item()):
-        return
-    broken = (~logits.isfinite()).reshape(len(logits), -1).any(1).nonzero()[:, 0].tolist() if logits.ndim else [0]
-    if not broken:  # finite logits whose sum is not
-        return
-    numbers = ", ".join(str(first + row) for row in broken[:5]) + ", ..." * (len(broken) > 5)
-    raise NotFinite(
-        f"the logits of image(s) {numbers} are NaN or infinite: no set can be predicted from them. Look for NaN among"
-        " the pixels; if there is none the training diverged, and a lower learning rate, or bf16 or float32 in place"
-        " of float16, usually cures it."
-    )
+from .checks import is_number
 
 
 def score_matrix(scores: Any) -> Tensor:
@@ -84,55 +44,6 @@ def score_matrix(scores: Any) -> Tensor:
         raise ValueError(
             f"scores of shape {tuple(scores.shape)}: expected (images, classes); write `scores[None]` for one image."
         )
-    return scores
-
-
-def score(logits: Tensor, kind: str = "softmax", first: int = 0) -> Tensor:
-    """Turn logits (n, L) into the float32 scores (n, L) that are thresholded.
-
-    Half-precision logits are widened *before* the softmax: probabilities rounded to bfloat16 tie so often that the
-    mean set size leaves K. NaN and infinite logits are refused.
-
-    Args:
-        logits: Output of one head, (n, L).
-        kind: `"softmax"`, `"sigmoid"` or `"logit"`.
-        first: Number of the first image, for messages.
-    """
-    check_choice("score", kind, SCORES)
-    check_finite(logits, first)
-    return SCORES[kind](logits.float())
-
-
-def head_scores(logits: Tensor, sccp_logits: Tensor | None, head: str = "ml", kind: str = "softmax") -> Tensor:
-    """The scores (n, L) of one head, or the mean of both heads' scores.
-
-    Args:
-        logits: Output of the ML head, (n, L).
-        sccp_logits: Output of the SCCP head, (n, L), or None where the model has none.
-        head: `"ml"`, `"sccp"` or `"mean"`.
-        kind: As in `score`.
-    """
-    check_choice("head", head, HEADS)
-    if head != "ml" and sccp_logits is None:
-        raise ValueError(f"head={head!r} needs the SCCP head, and this model has none: use `head='ml'`.")
-    if head == "mean":
-        return all_scores(logits, sccp_logits, kind)["mean"]
-    return score(logits if head == "ml" else sccp_logits, kind)
-
-
-def all_scores(logits: Tensor, sccp_logits: Tensor | None, kind: str = "softmax", first: int = 0) -> dict[str, Tensor]:
-    """The scores (n, L) of every head that the model has, and the mean of both.
-
-    Args:
-        logits: Output of the ML head, (n, L).
-        sccp_logits: Output of the SCCP head, (n, L), or None where the model has none.
-        kind: As in `score`.
-        first: As in `score`.
-    """
-    scores = {"ml": score(logits, kind, first)}
-    if sccp_logits is not None:
-        scores["sccp"] = score(sccp_logits, kind, first)
-        scores["mean"] = (scores["ml"] + scores["sccp"]) / 2
     return scores
 
 
@@ -226,9 +137,6 @@ class AverageKThreshold:
                 f"NaN among the scores of images {self.num_seen - scores.shape[0]} to {self.num_seen - 1}: there is"
                 " no threshold. Check the logits: a lower learning rate or float32 usually cures it."
             )
-        if self._held is None:
-            size = min(2 * self._num_needed, self.num_examples * self.num_labels)
-            self._held = np.empty(size, np.float32) if isinstance(values, np.ndarray) else flat.new_empty(size)
         self._take(values)
 
     def survivors(self, device: torch.device | str = "cpu") -> Tensor:
@@ -264,11 +172,7 @@ class AverageKThreshold:
             return
         self.num_seen += int(num_seen)
         self.num_labels = int(num_labels)
-        values = survivors.numpy() if survivors.device.type == "cpu" else survivors
-        if self._held is None:
-            size = min(2 * self._num_needed, self.num_examples * self.num_labels)
-            self._held = np.empty(size, np.float32) if isinstance(values, np.ndarray) else survivors.new_empty(size)
-        self._take(values)
+        self._take(survivors.numpy() if survivors.device.type == "cpu" else survivors)
         # as many scores as any K can need are at least as large as either bound, so the larger one holds for both
         if bound > self._bound:
             self._bound, self._num_ties = bound, 0
@@ -276,6 +180,9 @@ class AverageKThreshold:
             self._num_ties += int(num_ties)
 
     def _take(self, values: np.ndarray | Tensor) -> None:
+        if self._held is None:
+            size = min(2 * self._num_needed, self.num_examples * self.num_labels)
+            self._held = np.empty(size, np.float32) if isinstance(values, np.ndarray) else values.new_empty(size)
         if self._bound > -math.inf:
             values = self._above_bound(values)
         while len(values):
@@ -315,11 +222,6 @@ class AverageKThreshold:
         self._held[:needed] = kept if isinstance(kept, Tensor) else kept.copy()
         self._num_held = needed
 
-    def _largest_first(self) -> np.ndarray:
-        held = self._held[: self._num_held]
-        held = held if isinstance(held, np.ndarray) else held.cpu().numpy()
-        return np.sort(held)[::-1]
-
     def compute(self) -> dict[float, float]:
         """The thresholds {K: lambda_val}, each a Python float that is exact in float32."""
         return {k: lambda_val for k, (lambda_val, _) in self.points(self.ks).items()}
@@ -335,7 +237,7 @@ class AverageKThreshold:
                 f"{self.num_seen} images were given, but num_examples={self.num_examples} were announced: the"
                 " threshold depends on that number. Announce the number of images you calibrate on."
             )
-        ordered = self._largest_first()
+        ordered = np.sort(self.survivors().numpy())[::-1]  # largest first
         result = {}
         for k in ks:
             rank = round(k * self.num_examples)

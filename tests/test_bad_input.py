@@ -38,14 +38,8 @@ from avgk_hf.metrics.average_k_accuracy.average_k_accuracy import average_k_accu
 from avgk_hf.model_card import render_card
 from avgk_hf.modeling import AvgKOutput
 from avgk_hf.recipes import DataArguments, ModelArguments, model_arguments, parse_recipe
-from avgk_hf.sets import (
-    AverageKThreshold,
-    average_k_threshold,
-    check_finite,
-    predict_sets,
-    ranked_sets,
-    score,
-)
+from avgk_hf.scores import check_finite, score
+from avgk_hf.sets import AverageKThreshold, average_k_threshold, predict_sets, ranked_sets
 from avgk_hf.statistics import SetStatistics, class_means
 from avgk_hf.train import main as train
 from conftest import CLASSES, RECIPE, save_vit, write_images

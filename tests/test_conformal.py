@@ -35,7 +35,7 @@ from avgk_hf.conformal import (
     level_key,
     question_name,
 )
-from avgk_hf.evaluation import evaluate, watch
+from avgk_hf.evaluation import evaluate
 from avgk_hf.export import export_onnx
 from avgk_hf.model_card import render_card
 from avgk_hf.sets import average_k_threshold, ranked_mass, ranked_sets
@@ -735,7 +735,7 @@ def test_the_points_of_the_curve_serve_between_the_recorded_sizes():
     # other images of the same kind are no drift, at a K that was not calibrated by itself
     more, _ = two_kinds(4000, torch.Generator().manual_seed(1))
     monitor = SetSizeMonitor.from_config(config, 5, num_calibrated=2000)
-    watch(monitor, answer(more, config, k=5).sum(1).numpy())
+    monitor.watch(answer(more, config, k=5).sum(1).numpy())
     assert not monitor.drifted
     for curve in ([[1]], [[2, "x"]], [3], [[2, -1.0]], [[10**400, 0.5]]):
         config.calibration = {"curve": curve}

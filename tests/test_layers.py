@@ -10,7 +10,7 @@ ROOT = Path(__file__).parent.parent
 PACKAGE = ROOT / "avgk_hf"
 # a file may import those of the layers before its own, and in its own those that are named before it
 LAYERS = [
-    "checks files processes shell images plain_yaml sets",
+    "checks files processes shell images plain_yaml scores sets",
     "conformal losses",
     "questions calibration statistics",
     "backbones weights configuration data",

@@ -15,7 +15,7 @@ from avgk_hf import AvgKForImageClassification, SetSizeMonitor, load_splits
 from avgk_hf.calibration import Calibration
 from avgk_hf.classifiers import load_classifier
 from avgk_hf.cli import main
-from avgk_hf.evaluation import calibrate, evaluate, watch
+from avgk_hf.evaluation import calibrate, evaluate
 from avgk_hf.pipeline import TASK
 from conftest import CLASSES, save_vit
 

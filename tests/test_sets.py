@@ -13,19 +13,8 @@ from hypothesis.extra import numpy as hnp
 
 from avgk_hf.calibration import Answer, Calibration
 from avgk_hf.checks import is_number
-from avgk_hf.sets import (
-    AverageKThreshold,
-    all_scores,
-    average_k_threshold,
-    check_finite,
-    check_k,
-    head_scores,
-    k_key,
-    predict_sets,
-    ranked_mass,
-    ranked_sets,
-    score,
-)
+from avgk_hf.scores import all_scores, check_finite, head_scores, score
+from avgk_hf.sets import AverageKThreshold, average_k_threshold, check_k, k_key, predict_sets, ranked_mass, ranked_sets
 from avgk_hf.statistics import SetStatistics, class_means, curve_ks
 
 

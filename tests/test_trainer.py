@@ -10,7 +10,8 @@ from transformers import EarlyStoppingCallback, TrainerCallback
 
 from avgk_hf import AvgKConfig, AvgKForImageClassification, AvgKTrainer, AvgKTrainingArguments, prepare
 from avgk_hf.calibration import Calibration
-from avgk_hf.sets import HEADS, average_k_threshold, head_scores, predict_sets
+from avgk_hf.scores import HEADS, head_scores
+from avgk_hf.sets import average_k_threshold, predict_sets
 
 
 def all_scores(model, dataset):

@@ -10,7 +10,8 @@ from ..configuration import read_json
 from ..data.glyphs import noise_bound, outline_bound
 from ..files import write_text
 from ..model_card import as_markdown
-from ..sets import HEADS, k_key
+from ..scores import HEADS
+from ..sets import k_key
 from .columns import ACCURACY, MISSING, SIZE, as_table, columns_of
 from .plots import accuracy_curve, by_shot, in_both_formats, learning_curves, set_size_histogram, sweep_curve
 from .seeds import interval, intervals

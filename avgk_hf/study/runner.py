@@ -33,7 +33,8 @@ from ..data import prepare
 from ..evaluation import Evaluation
 from ..files import output_folder, write_text
 from ..recipes import Arguments
-from ..sets import NotFinite, k_key, metric_name
+from ..scores import NotFinite
+from ..sets import k_key, metric_name
 from ..shell import guarded, is_secret
 from ..train import set_size_counts
 from ..trainer import AvgKTrainer

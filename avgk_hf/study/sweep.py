@@ -24,7 +24,7 @@ from ..files import output_folder, write_text
 from ..losses import every_hyperparameter
 from ..model_card import as_markdown
 from ..recipes import check_combinations, parse_recipe, read_recipe
-from ..sets import NotFinite
+from ..scores import NotFinite
 from ..train import run_seeds
 from ..training_args import AvgKTrainingArguments
 from .columns import ACCURACY, as_table

@@ -19,7 +19,8 @@ import pyarrow as pa
 import torch
 
 from avgk_hf.checks import is_number
-from avgk_hf.sets import SCORES, AverageKThreshold, check_k
+from avgk_hf.scores import SCORES
+from avgk_hf.sets import AverageKThreshold, check_k
 from avgk_hf.statistics import SetStatistics
 
 KINDS = ("scores", *SCORES)

@@ -1,0 +1,93 @@
+"""From logits to the scores that are thresholded: of one head, of each, and their mean.
+
+Like the model, this file travels with a saved model as remote code.
+"""
+
+import math
+
+import torch
+from torch import Tensor
+
+from .checks import check_choice
+
+SCORES = {
+    "softmax": lambda logits: logits.softmax(-1),
+    "sigmoid": lambda logits: logits.sigmoid(),
+    "logit": lambda logits: logits,
+}
+HEADS = ("ml", "sccp", "mean")
+
+
+class NotFinite(ValueError):
+    """A loss, weights or logits that are NaN or infinite: the training has diverged."""
+
+
+def check_finite(logits: Tensor, first: int = 0) -> None:
+    """Refuse logits (n, L) that are NaN or infinite, with the numbers of their images.
+
+    One sum over the batch decides; the images are looked for only when it fails.
+
+    Args:
+        logits: Output of one head, (n, L).
+        first: Number of the first image, for the message.
+
+    Example:
+        >>> check_finite(torch.tensor([[0.0, 1.0], [math.inf, 0.0]]), first=64)  # doctest: +ELLIPSIS
+        Traceback (most recent call last):
+        ...
+        avgk_hf.scores.NotFinite: the logits of image(s) 65 are NaN or infinite: no set can be predicted from them. ...
+    """
+    wide = torch.float32 if logits.device.type == "mps" else torch.float64  # where no sum of float32 overflows
+    if math.isfinite(logits.detach().sum(dtype=wide).item()):
+        return
+    broken = (~logits.isfinite()).reshape(len(logits), -1).any(1).nonzero()[:, 0].tolist() if logits.ndim else [0]
+    if not broken:  # finite logits whose sum is not
+        return
+    numbers = ", ".join(str(first + row) for row in broken[:5]) + ", ..." * (len(broken) > 5)
+    raise NotFinite(
+        f"the logits of image(s) {numbers} are NaN or infinite: no set can be predicted from them. Look for NaN among"
+        " the pixels; if there is none the training diverged, and a lower learning rate, or bf16 or float32 in place"
+        " of float16, usually cures it."
+    )
+
+
+def score(logits: Tensor, kind: str = "softmax", first: int = 0) -> Tensor:
+    """Turn logits (n, L) into the float32 scores (n, L) that are thresholded.
+
+    Half-precision logits are widened *before* the softmax: probabilities rounded to bfloat16 tie so often that the
+    mean set size leaves K. NaN and infinite logits are refused.
+
+    Args:
+        logits: Output of one head, (n, L).
+        kind: `"softmax"`, `"sigmoid"` or `"logit"`.
+        first: Number of the first image, for messages.
+    """
+    check_choice("score", kind, SCORES)
+    check_finite(logits, first)
+    return SCORES[kind](logits.float())
+
+
+def head_scores(logits: Tensor, sccp_logits: Tensor | None, head: str = "ml", kind: str = "softmax") -> Tensor:
+    """The scores (n, L) of one head, or the mean of both heads' scores; the arguments are those of `all_scores`."""
+    check_choice("head", head, HEADS)
+    if head != "ml" and sccp_logits is None:
+        raise ValueError(f"head={head!r} needs the SCCP head, and this model has none: use `head='ml'`.")
+    if head == "mean":
+        return all_scores(logits, sccp_logits, kind)["mean"]
+    return score(logits if head == "ml" else sccp_logits, kind)
+
+
+def all_scores(logits: Tensor, sccp_logits: Tensor | None, kind: str = "softmax", first: int = 0) -> dict[str, Tensor]:
+    """The scores (n, L) of every head that the model has, and the mean of both.
+
+    Args:
+        logits: Output of the ML head, (n, L).
+        sccp_logits: Output of the SCCP head, (n, L), or None where the model has none.
+        kind: As in `score`.
+        first: As in `score`.
+    """
+    scores = {"ml": score(logits, kind, first)}
+    if sccp_logits is not None:
+        scores["sccp"] = score(sccp_logits, kind, first)
+        scores["mean"] = (scores["ml"] + scores["sccp"]) / 2
+    return scores
