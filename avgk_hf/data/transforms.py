@@ -89,7 +89,7 @@ class ImageTransform:
                 f"the dataset has no column 'image', only {list(batch)}: leave `remove_unused_columns` off."
             )
         places = batch.get("index", [None] * len(batch["image"]))
-        output = {"pixel_values": list(map(self._tensor, batch["image"], places))}
+        output = {"pixel_values": [self._tensor(*each) for each in zip(batch["image"], places, strict=True)]}
         names = {"label": "labels", "index": "index"}
         return output | {name: batch[column] for column, name in names.items() if column in batch}
 
