@@ -147,10 +147,11 @@ class Evaluation:
         chosen = {k: self.best_head(k) if head == "auto" else head for k in ks}
         own = chosen[min(ks) if self.own_k is None else self.own_k]
         statistics, lambdas = self.statistics[own], self.lambdas()
+        today = datetime.datetime.now(datetime.timezone.utc).date().isoformat()
         return Calibration.store(
             config,
             {k: lambdas[head][k] for k, head in chosen.items()},
-            {"num_examples": self.num_examples, **source, "date": _today(), **({"head": own} if two_heads else {})},
+            {"num_examples": self.num_examples, **source, "date": today, **({"head": own} if two_heads else {})},
             heads=chosen if head == "auto" else None,
             head_thresholds=lambdas if len(lambdas) > 1 else None,
             coverage=statistics.coverage(self.levels, self.per_class, min(ks) if self.own_k is None else self.own_k),
@@ -195,10 +196,6 @@ def _stored(calibration: Calibration, heads: Iterable[str], ks: Iterable[float])
             if calibration.head(k) == head or (known and min(known) <= k <= max(known)):
                 found.setdefault(head, {})[k] = calibration.head_threshold(head, k)
     return {head: found[head] for head in heads if head in found}
-
-
-def _today() -> str:
-    return datetime.datetime.now(datetime.timezone.utc).date().isoformat()
 
 
 @torch.no_grad()

@@ -291,7 +291,7 @@ def test_order_of_a_sorted_folder_makes_no_drift():
     """Class after class is no fair stream: the monitor of an evaluation sees the images mixed."""
     sizes = np.repeat([0, 4], 400)
     mixed, in_order = SetSizeMonitor(2, 6), SetSizeMonitor(2, 6)
-    assert watch(mixed, sizes)["drifted"] is False and mixed.mean == 2
+    assert mixed.watch(sizes)["drifted"] is False and mixed.mean == 2
     in_order.update(sizes)
     assert in_order.drifted
 
