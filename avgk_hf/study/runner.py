@@ -87,6 +87,7 @@ def run_trainer(
     comparison: Comparison, run: Run, folder: str
 ) -> tuple[AvgKTrainer, dict[str, Dataset], dict[str, Any]]:
     """The trainer of a run, its data, and what the recipe came to."""
+    torch.set_num_threads(1)  # on every machine and with every number of workers the same rounding
     model_args, data_args, args = arguments = run_arguments(comparison, run, folder)
     trainer, data = load_trainer(arguments, run.times, run.phase == "tune", needs_test=True)
     for callback in (PrinterCallback, ProgressCallback):
@@ -206,23 +207,22 @@ def _locks(comparison: Comparison) -> Path:
 
 def work(comparison: Comparison, workers: int = 1) -> None:
     """Do what is left, run after run; what another worker holds is left to it, and taken over if that one dies."""
-    torch.set_num_threads(1)  # on every machine and with every number of workers the same rounding
     locks = _locks(comparison)
     while left := [run for run in plan(comparison) if finished(comparison, run) is None]:
         for run in left:
             path = run_path(comparison, run)
-            lock = FileLock(locks / f"{path.stem}.lock")  # the system releases it when the process ends, however
-            try:
-                if run.values is None:  # not chosen yet
-                    continue
-                with lock.acquire(blocking=False):
-                    if not path.exists():
-                        results = train_run(comparison, run)
-                        write_text(path, json.dumps(results, indent=1, ensure_ascii=False) + "\n")
-                        print(_progress(comparison, run, results, workers), flush=True)
-                break
+            if run.values is None:  # not chosen yet
+                continue
+            try:  # the system releases the lock when the process ends, however
+                lock = FileLock(locks / f"{path.stem}.lock").acquire(blocking=False)
             except Timeout:
                 continue
+            with lock:
+                if not path.exists():
+                    results = train_run(comparison, run)
+                    write_text(path, json.dumps(results, indent=1, ensure_ascii=False) + "\n")
+                    print(_progress(comparison, run, results, workers), flush=True)
+            break
         else:
             time.sleep(1)  # all that is left is being done by others
 
@@ -281,7 +281,6 @@ def describe_plan(comparison: Comparison, workers: int) -> str:
 
 def time_epoch(comparison: Comparison) -> float:
     """Seconds of an epoch with its evaluation, from a few steps of the first loss."""
-    torch.set_num_threads(1)
     with tempfile.TemporaryDirectory() as folder:
         trainer, _, _ = run_trainer(comparison, plan(comparison)[0], folder)
         args = trainer.args

@@ -253,7 +253,7 @@ def _search_optuna(sweep: Sweep, folder: Path) -> list[dict[str, Any]]:
             except NotFinite as error:  # ends the trial, not the sweep
                 raise optuna.TrialPruned(str(error)) from error
 
-        study.optimize(objective, n_trials=total)  # the sampler ends it when no combination is left
+        study.optimize(objective, n_trials=total, gc_after_trial=True)  # the sampler ends it earlier
     return [_trial(sweep, trial.params, trial.value) for trial in trials(*ended)]
 
 
