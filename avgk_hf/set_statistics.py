@@ -13,6 +13,7 @@ from torch import Tensor
 
 from .checks import is_number
 from .conformal import coverage_record
+from .processes import add_up, broadcast, gather, rank, sum_over_processes, world_size
 from .sets import AverageKThreshold, _score_matrix, check_k, k_key, ranked_mass
 
 SHOTS = {"few": (0, 20), "medium": (20, 101), "many": (101, math.inf)}  # training images of a class: [low, high)
@@ -222,6 +223,36 @@ class SetStatistics:
         return results
 
 
+def merge_statistics(statistics: SetStatistics, device: torch.device) -> None:
+    """Give every process the statistics over the images of all processes.
+
+    The rows of an image are filled by one process and 0 elsewhere, so that their sum is exact. Of the scores, only
+    those travel that the thresholds can need, one process at a time: O(K n) memory.
+
+    Args:
+        statistics: What this process collected, at the positions of its own images.
+        device: Where the backend expects tensors.
+    """
+    if world_size() == 1:
+        return
+    add_up(statistics.columns(device).values())
+    if statistics.stream is not None:
+        statistics.stream = _merge_streams(statistics.stream, device)
+    statistics.num_seen = int(sum_over_processes(statistics.num_seen, device))
+    statistics.num_labels = int(gather(torch.tensor(statistics.num_labels, device=device)).max())
+
+
+def _merge_streams(stream: AverageKThreshold, device: torch.device) -> AverageKThreshold:
+    merged = AverageKThreshold(stream.ks, stream.num_examples)
+    own = stream.survivors(device)
+    facts = torch.tensor([len(own), *stream.facts()], dtype=torch.float64, device=device)
+    for source, (count, *facts_of_source) in enumerate(gather(facts).tolist()):
+        values = own if source == rank() else torch.empty(int(count), device=device)
+        broadcast([values], source)
+        merged.merge(values, *facts_of_source)
+    return merged
+
+
 def curve_ks(largest: float) -> list[float]:
     """Round values of K from 1 to the largest, closer where sets are small, because lambda_val bends there.
 
@@ -261,6 +292,17 @@ def _labelled(scores: Any, labels: Any) -> tuple[Tensor, Tensor]:
     return scores, labels.long()
 
 
+def check_train_counts(train_counts: Iterable[int], num_labels: int) -> np.ndarray:
+    """The number of training images of each class, (L,); anything else is refused."""
+    counts = np.asarray(train_counts)
+    if counts.shape != (num_labels,):
+        raise ValueError(
+            f"train_counts has {counts.size} values for {num_labels} classes: give the number of training images of"
+            " each class."
+        )
+    return counts
+
+
 def class_means(
     correct: np.ndarray, labels: np.ndarray, num_labels: int, train_counts: np.ndarray | None = None
 ) -> dict[str, float]:
@@ -279,15 +321,11 @@ def class_means(
         >>> class_means(np.array([1, 1, 0]), np.array([0, 0, 1]), 2, np.array([200, 5]))
         {'macro_accuracy': 0.5, 'few_shot_accuracy': 0.0, 'many_shot_accuracy': 1.0}
     """
-    if train_counts is not None and len(train_counts) != num_labels:
-        raise ValueError(
-            f"train_counts has {len(train_counts)} values for {num_labels} classes: give the number of training images"
-            " of each class."
-        )
     seen = np.bincount(labels, minlength=num_labels)
     accuracy = np.bincount(labels, weights=correct, minlength=num_labels) / np.maximum(seen, 1)  # (L,)
     means = {"macro_accuracy": float(accuracy[seen > 0].mean())}
     if train_counts is not None:
+        train_counts = check_train_counts(train_counts, num_labels)
         for name, (low, high) in SHOTS.items():
             group = (seen > 0) & (train_counts >= low) & (train_counts < high)
             if group.any():

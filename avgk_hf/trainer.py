@@ -39,7 +39,7 @@ from .hub import push_folder
 from .losses import LOSSES, make_loss
 from .model_card import CardCallback, hyperparameters, render_card
 from .modeling import check_folder
-from .processes import broadcast, gather_list, merge_statistics, rank, sum_over_processes, world_size
+from .processes import broadcast, gather_list, rank, sum_over_processes, world_size
 from .runs import (
     OBJECTIVE_STATE,
     LogFile,
@@ -49,7 +49,7 @@ from .runs import (
     last_checkpoint,
     where_to_go_on,
 )
-from .set_statistics import SetStatistics
+from .set_statistics import SetStatistics, merge_statistics
 from .sets import HEADS, all_scores, check_k, head_threshold, k_key, ranked_sets
 from .training_args import AvgKTrainingArguments
 

@@ -1,6 +1,6 @@
 """Expected positive regularisation: the label is a positive, and K positives are expected on average."""
 
-from typing import Any, ClassVar
+from typing import ClassVar
 
 import torch
 import torch.nn.functional as F
@@ -8,7 +8,6 @@ from torch import Tensor
 
 from ..processes import mean_over_processes
 from .base import Hyperparameter, Loss
-from .labels import check_labels, widen
 
 
 class ExpectedPositiveLoss(Loss):
@@ -18,21 +17,8 @@ class ExpectedPositiveLoss(Loss):
         \ell = -\frac{1}{B} \sum_i \log \sigma(z_{i y_i}) + \beta (\hat{K} - K)^2, \qquad
         \hat{K} = \frac{1}{B} \sum_{ij} \sigma(z_{ij})
 
-    With several processes, K_hat is the mean over the images of all of them.
-
-    Args:
-        k: Average set size.
-        beta: Weight of the regulariser, which is *not* divided by L^2 as in the public code of Cole et al.: a value
-            tuned there does not carry over.
-
-    Reference:
-        Garcin et al., "A two-head loss function for deep Average-K classification", section 4.5, after Cole et al.,
-        "Multi-Label Learning from Single Positive Labels" (2021).
-
-    Inputs:
-        - outputs: `.logits` (B, L)
-        - labels: (B,), each in [0, L)
-        - index: not used
+    With several processes, K_hat is the mean over the images of all of them. Section 4.5, after Cole et al., in whose
+    public code beta is divided by L^2: a value tuned there does not carry over.
 
     Relation to the other losses:
         - `AssumeNegativeLoss` pushes every other class down; here only their number is bounded.
@@ -50,15 +36,12 @@ class ExpectedPositiveLoss(Loss):
     )
     hyperparameters: ClassVar = {"beta": Hyperparameter(0.01, "Weight of the regulariser.")}
 
-    def forward(self, outputs: Any, labels: Tensor, index: Tensor | None = None) -> Tensor:
-        """Return the scalar loss."""
-        check_labels(labels, outputs.logits)
-        logits = widen(outputs.logits)
+    def compute(self, logits: Tensor, labels: Tensor) -> Tensor:
         return expected_positive_loss(logits, labels, self.k, self.beta)
 
 
 def expected_positive_loss(logits: Tensor, labels: Tensor, k: float, beta: float) -> Tensor:
-    """The formula above for logits (B, L), which ROLE applies to predictions and to estimates."""
+    """The formula of EPR for logits (B, L), which ROLE applies to predictions and to estimates."""
     expected = logits.sigmoid().sum() / len(labels)
     if torch.is_grad_enabled():  # evaluation gives processes different numbers of batches
         expected = mean_over_processes(expected)
