@@ -558,10 +558,10 @@ def test_avgk_refuses_what_it_cannot_do():
         LOSSES["avgk"](k=0.5)
     with pytest.raises(ValueError, match="alpha=-1"):
         LOSSES["avgk"](k=2, alpha=-1)
-    with pytest.raises(ValueError, match="needs `sccp_logits`"):
+    with pytest.raises(ValueError, match=r"sccp_logits of type NoneType .* AvgKLoss needs the scores of two heads"):
         LOSSES["avgk"](k=2)(AvgKOutput(logits=torch.randn(3, 4)), torch.tensor([0, 1, 2]))
     outputs = AvgKOutput(logits=torch.randn(3, 4), sccp_logits=torch.randn(3, 5))
-    with pytest.raises(ValueError, match=r"sccp_logits of shape \(3, 5\) beside logits of shape \(3, 4\)"):
+    with pytest.raises(ValueError, match=r"sccp_logits of shape \(3, 5\) .* beside logits of shape \(3, 4\)"):
         LOSSES["avgk"](k=2)(outputs, torch.tensor([0, 1, 2]))
 
 
@@ -578,8 +578,6 @@ def test_a_class_that_states_too_little_is_refused(monkeypatch):
     monkeypatch.setitem(LOSSES, "forgetful", Forgetful)
     with pytest.raises(ValueError, match="Forgetful has parameters or buffers: state `has_state = True` in its class"):
         make_loss(AvgKConfig(objective="forgetful", num_labels=6))
-    with pytest.raises(NotImplementedError, match=r"Forgetful has no formula: write its `compute\(logits, labels\)`"):
-        Forgetful()(AvgKOutput(logits=torch.randn(3, 4)), torch.tensor([0, 1, 2]))
 
 
 @pytest.mark.parametrize("values", ["random", "ties", "constant", "ascending", "descending"])

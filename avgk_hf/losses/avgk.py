@@ -50,9 +50,7 @@ class AvgKLoss(Loss):
     )
     hyperparameters: ClassVar = {
         "alpha": Hyperparameter(1.0, "Weight of the pseudo-labels."),
-        "candidate_scope": Hyperparameter(
-            "global", "Whose batch candidates are chosen from.", choices=("global", "local")
-        ),
+        "candidate_scope": Hyperparameter("global", "Whose batch candidates come from.", choices=("global", "local")),
     }
     two_heads = True
 

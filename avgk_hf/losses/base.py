@@ -2,7 +2,7 @@
 
 import difflib
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
@@ -46,10 +46,11 @@ class Hyperparameter:
 
 
 class Loss(nn.Module):
-    """A training objective. A subclass states what differs from here, and its formula in `compute`.
+    """A training objective. A subclass states what differs from here, and its formula as `compute(logits, labels)`.
 
-    Its hyperparameters and, where it needs it, `k` become attributes. Parameters and buffers of a loss are trained
-    with the model and saved in checkpoints, but are no part of the saved model.
+    What `compute` gets was checked, and `sccp_logits` or `index` come with it where the class asks for them. The
+    hyperparameters and, where it is needed, `k` become attributes. Parameters and buffers of a loss are trained with
+    the model and saved in checkpoints, but are no part of the saved model.
 
     Args:
         k: Average set size, in [1, L), fractions allowed.
@@ -68,6 +69,7 @@ class Loss(nn.Module):
     has_state: ClassVar[bool] = False  # whether it has parameters or buffers, which a checkpoint then holds
     per_image: ClassVar[bool] = False  # whether it is made with `num_examples` and `num_labels` of the training set
     learning_rate_factor: float = 1.0  # learning rate of its parameters relative to that of the model
+    compute: Callable[..., Tensor]  # the scalar loss
 
     def __init__(self, k: float | None = None, **hyperparameters: Any) -> None:
         super().__init__()
@@ -84,24 +86,16 @@ class Loss(nn.Module):
         if self.needs_k:
             check_k(self.k, outputs.logits.shape[1])
         if self.two_heads:
-            further["sccp_logits"] = _widen(self._of_second_head(outputs))
+            second = outputs.sccp_logits
+            if second is None or second.shape != outputs.logits.shape:
+                raise ValueError(
+                    f"sccp_logits of {_kind(second)} beside logits of {_kind(outputs.logits)}: {type(self).__name__}"
+                    " needs the scores of two heads for the same classes. Build the model for this objective."
+                )
+            further["sccp_logits"] = _widen(second)
         if self.per_image:
             further["index"] = index
         return self.compute(_widen(outputs.logits), labels, **further)
-
-    def compute(self, logits: Tensor, labels: Tensor, **further: Any) -> Tensor:
-        """The formula, for inputs that were checked; `sccp_logits` and `index` come where the class asks for them."""
-        raise NotImplementedError(f"{type(self).__name__} has no formula: write its `compute(logits, labels)`.")
-
-    def _of_second_head(self, outputs: Any) -> Tensor:
-        if outputs.sccp_logits is None:
-            raise ValueError(f"{type(self).__name__} needs `sccp_logits`: build the model for this objective.")
-        if outputs.sccp_logits.shape != outputs.logits.shape:
-            raise ValueError(
-                f"sccp_logits of shape {tuple(outputs.sccp_logits.shape)} beside logits of shape"
-                f" {tuple(outputs.logits.shape)}: both heads score the same images and classes."
-            )
-        return outputs.sccp_logits
 
     @classmethod
     def complete(cls, given: Mapping[str, Any], place: str = "{}") -> dict[str, Any]:

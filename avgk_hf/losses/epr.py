@@ -31,18 +31,11 @@ class ExpectedPositiveLoss(Loss):
         1.5931
     """
 
-    sentence = (
-        "Trained with expected positive regularisation (EPR): the label is positive, and K positives are expected."
-    )
+    sentence = "Trained with expected positive regularisation (EPR): the label is positive, K positives are expected."
     hyperparameters: ClassVar = {"beta": Hyperparameter(0.01, "Weight of the regulariser.")}
 
     def compute(self, logits: Tensor, labels: Tensor) -> Tensor:
-        return expected_positive_loss(logits, labels, self.k, self.beta)
-
-
-def expected_positive_loss(logits: Tensor, labels: Tensor, k: float, beta: float) -> Tensor:
-    """The formula of EPR for logits (B, L), which ROLE applies to predictions and to estimates."""
-    expected = logits.sigmoid().sum() / len(labels)
-    if torch.is_grad_enabled():  # evaluation gives processes different numbers of batches
-        expected = mean_over_processes(expected)
-    return F.softplus(-logits.gather(1, labels[:, None])).mean() + beta * (expected - k) ** 2
+        expected = logits.sigmoid().sum() / len(labels)
+        if torch.is_grad_enabled():  # evaluation gives processes different numbers of batches
+            expected = mean_over_processes(expected)
+        return F.softplus(-logits.gather(1, labels[:, None])).mean() + self.beta * (expected - self.k) ** 2

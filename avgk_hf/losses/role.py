@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from ..processes import gather, world_size
 from ..sets import check_k
 from .base import Hyperparameter, Loss
-from .epr import expected_positive_loss
+from .epr import ExpectedPositiveLoss
 
 UNOBSERVED = math.log(0.6 / 0.4)  # estimates of unobserved labels start between 0.4 and 0.6
 OBSERVED = math.log(0.995 / 0.005)  # those of observed labels at 0.995
@@ -57,12 +57,13 @@ class OnlineLabelLoss(Loss):
     def __init__(self, k: float, num_examples: int, num_labels: int, **hyperparameters: Any) -> None:
         super().__init__(check_k(k, num_labels), **hyperparameters)
         self.learning_rate_factor = self.theta_lr
+        self.positives = ExpectedPositiveLoss(k, beta=self.role_lambda)
         self.theta = nn.Parameter(torch.empty(num_examples, num_labels).uniform_(-UNOBSERVED, UNOBSERVED))
         self.register_buffer("seen", torch.zeros(num_examples, dtype=torch.bool))
 
     def compute(self, logits: Tensor, labels: Tensor, index: Tensor | None) -> Tensor:
         if index is None or not torch.is_grad_enabled():
-            return expected_positive_loss(logits, labels, self.k, self.role_lambda)
+            return self.positives.compute(logits, labels)
         if index.device.type == "cpu" and not ((index >= 0) & (index < len(self.theta))).all():
             raise ValueError(
                 f"an index lies outside [0, {len(self.theta)}), the training images ROLE was built for: number them"
@@ -74,7 +75,7 @@ class OnlineLabelLoss(Loss):
 
     def _side(self, logits: Tensor, targets: Tensor, labels: Tensor) -> Tensor:
         cross = F.binary_cross_entropy_with_logits(logits, targets.detach().sigmoid(), reduction="sum") / len(labels)
-        return expected_positive_loss(logits, labels, self.k, self.role_lambda) + cross
+        return self.positives.compute(logits, labels) + cross
 
     @torch.no_grad()
     def _observe(self, labels: Tensor, index: Tensor) -> None:

@@ -199,21 +199,13 @@ def _asked(
     train_counts: Any = None,
 ) -> dict[str, Any]:
     """The arguments by name, with plain numbers in place of scalars of numpy and torch; wrong ones are refused."""
-    k, lambda_val = (
-        value.item() if isinstance(value, (np.generic, np.ndarray, torch.Tensor)) and value.ndim == 0 else value
-        for value in (k, lambda_val)
-    )
+    k, lambda_val = (value.item() if getattr(value, "ndim", None) == 0 else value for value in (k, lambda_val))
     check_k(k, num_labels)
     check_choice("kind", kind, KINDS)
-    if calibrate and lambda_val is not None:
+    if not (lambda_val is None if calibrate else is_number(lambda_val)):
         raise ValueError(
-            f"lambda_val={lambda_val!r} and calibrate=True contradict each other: keep `lambda_val` to evaluate with a"
-            " threshold from validation, or `calibrate=True` to compute it on the given images."
-        )
-    if not calibrate and not is_number(lambda_val):
-        raise ValueError(
-            f"lambda_val={lambda_val!r} is not a number: take it from validation images, `average_k_threshold(scores,"
-            " k)`, or, if these are the validation images, give `calibrate=True`."
+            f"lambda_val={lambda_val!r} with calibrate={calibrate!r}: give either a number from validation images"
+            " (`average_k_threshold(scores, k)`), or, if these are the validation images, `calibrate=True` alone."
         )
     if train_counts is not None:
         train_counts = check_train_counts(train_counts, num_labels)
