@@ -9,7 +9,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from avgk_hf import AvgKConfig, AvgKOutput
+from avgk_hf import AvgKConfig, AvgKForImageClassification, AvgKOutput
 from avgk_hf.losses import LOSSES, Hyperparameter, Loss, make_loss
 from avgk_hf.losses.avgk import choose_among_all, choose_candidates, largest
 from avgk_hf.losses.base import check_labels
@@ -563,6 +563,30 @@ def test_avgk_refuses_what_it_cannot_do():
     outputs = AvgKOutput(logits=torch.randn(3, 4), sccp_logits=torch.randn(3, 5))
     with pytest.raises(ValueError, match=r"sccp_logits of shape \(3, 5\) .* beside logits of shape \(3, 4\)"):
         LOSSES["avgk"](k=2)(outputs, torch.tensor([0, 1, 2]))
+
+
+def test_what_a_class_states_it_gets(monkeypatch):
+    """A loss from outside with two heads and a row for every image; its model has both heads."""
+
+    class Both(Loss):
+        two_heads = per_image = True
+
+        def __init__(self, k, num_examples, num_labels):
+            super().__init__(k)
+            self.shape = (num_examples, num_labels)
+
+        def compute(self, logits, labels, sccp_logits, index):
+            assert logits.dtype == sccp_logits.dtype == torch.float32
+            return (logits - sccp_logits)[index, labels].sum() + self.k
+
+    monkeypatch.setitem(LOSSES, "both", Both)
+    model = AvgKForImageClassification.from_timm("test_vit", 6, image_size=32, objective="both", k=2)
+    loss, labels = make_loss(model.config, num_examples=9), torch.tensor([1, 0])
+    assert model.sccp_head is not None and loss.shape == (9, 6) and Both.memory(9, 6, 1) == 9 * 6 * 4 * 3
+    outputs = AvgKOutput(logits=torch.ones(2, 6).half(), sccp_logits=torch.zeros(2, 6).half())
+    assert loss(outputs, labels, index=torch.tensor([1, 0])) == 4
+    with pytest.raises(ValueError, match=r"k=2 must be a number in \[1, 2\) for 2 classes"):
+        loss(AvgKOutput(logits=torch.ones(2, 2), sccp_logits=torch.ones(2, 2)), labels)
 
 
 def test_a_class_that_states_too_little_is_refused(monkeypatch):

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import evaluate
 import numpy as np
+import pandas as pd
 import pytest
 import torch
 import yaml
@@ -107,6 +108,7 @@ def test_every_way_in_gives_the_same(load):
             (scores.tolist(), labels.tolist()),
             (list(scores), list(labels)),
             (scores.astype(np.float64), labels.astype(np.uint8)),
+            (pd.Series(list(scores)), pd.Series(labels.astype(np.uint64))),
             (torch.tensor(scores, dtype=torch.float16, requires_grad=True), torch.tensor(labels)),
             (list(torch.tensor(scores)), list(torch.tensor(labels))),
             (np.asfortranarray(scores)[::-1], labels[::-1]),
@@ -177,6 +179,7 @@ WORKER = """
 import json, sys, time
 from pathlib import Path
 import numpy as np
+import pandas as pd
 import evaluate
 
 path, folder, rank = sys.argv[1], Path(sys.argv[2]), int(sys.argv[3])

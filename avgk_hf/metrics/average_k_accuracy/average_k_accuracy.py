@@ -46,8 +46,7 @@ Returns:
     lambda_val: The threshold that was used.
     mean_set_size: Mean number of classes in a set; K on the images that lambda_val comes from, if no scores tie there.
     empty_sets: Share of images without any class.
-    top1_accuracy: Share of images whose true class has the highest score.
-    topk_accuracy: Share of images whose true class is among the K highest scores (K rounded down).
+    top1_accuracy, topk_accuracy: Share of images whose true class is first, or among the first K (rounded down).
     macro_accuracy: Mean over the classes of the average-K accuracy within the class.
     few_shot_accuracy, medium_shot_accuracy, many_shot_accuracy: The same over the classes with fewer than 20, 20 to
         100, more than 100 training images; only with `train_counts`, and only for groups that have images.
@@ -80,10 +79,7 @@ def average_k_accuracy(scores: Any, labels: Any, k: float, **further: Any) -> di
         scores: Scores or logits (n, L): array, tensor, or list of rows. Read as float32.
         labels: True classes (n,), integers in [0, L).
         k: The average set size, in [1, L).
-        further: `lambda_val` or `calibrate`, `kind` and `train_counts`, as the metric describes them.
-
-    Returns:
-        The results that the metric describes, by name.
+        further: `lambda_val` or `calibrate`, `kind` and `train_counts`, which the metric describes, as the results.
 
     Example:
         >>> validation = [[2.0, 1.0, 0.0], [1.0, 0.9, 0.2]]
@@ -218,7 +214,8 @@ def _images(scores: Any, labels: Any) -> tuple[np.ndarray, np.ndarray]:
     if rows.size == 0:
         raise ValueError(f"scores of shape {rows.shape} are empty: at least one image is needed, and its classes.")
     # of the scores only the shape: torch takes no array that is read-only or reversed without a copy
-    _, labels = _labelled(torch.empty(()).expand(rows.shape), labels.copy())
+    labels = labels.astype(np.int64 if labels.dtype.kind in "iu" else np.float32)
+    _, labels = _labelled(torch.empty(()).expand(rows.shape), labels)
     rows = rows.astype(np.float32, copy=False)
     if math.isnan(rows.max()):
         row = int(np.isnan(rows).any(1).argmax())
