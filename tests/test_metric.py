@@ -179,7 +179,6 @@ WORKER = """
 import json, sys, time
 from pathlib import Path
 import numpy as np
-import pandas as pd
 import evaluate
 
 path, folder, rank = sys.argv[1], Path(sys.argv[2]), int(sys.argv[3])

@@ -214,7 +214,7 @@ def _images(scores: Any, labels: Any) -> tuple[np.ndarray, np.ndarray]:
     if rows.size == 0:
         raise ValueError(f"scores of shape {rows.shape} are empty: at least one image is needed, and its classes.")
     # of the scores only the shape: torch takes no array that is read-only or reversed without a copy
-    labels = labels.astype(np.int64 if labels.dtype.kind in "iu" else np.float32)
+    labels = labels.astype(np.int64 if labels.dtype.kind in "iu" else labels.dtype)
     _, labels = _labelled(torch.empty(()).expand(rows.shape), labels)
     rows = rows.astype(np.float32, copy=False)
     if math.isnan(rows.max()):
