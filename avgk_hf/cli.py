@@ -38,33 +38,24 @@ def find(name: str) -> ModuleType:
     return importlib.import_module(f"avgk_hf.commands.{name}")
 
 
-def split_log(arguments: list[str]) -> tuple[str | None, list[str]]:
-    """The file of a `--log` before the command, and the other arguments.
-
-    >>> split_log(["--log=avgk.log", "report", "runs/a", "--log", "x"])
-    ('avgk.log', ['report', 'runs/a', '--log', 'x'])
-    """
-    parser = argparse.ArgumentParser(prog="avgk", add_help=False, allow_abbrev=False)
-    parser.add_argument("--log", metavar="FILE")
-    parser.add_argument("others", nargs=argparse.REMAINDER)
-    found, unknown = parser.parse_known_args(arguments)
-    return found.log, unknown + found.others
-
-
 def main(arguments: list[str] | None = None) -> int:
     """Entry point of `avgk`; returns the exit code."""
-    log, arguments = split_log(sys.argv[1:] if arguments is None else arguments)
-    parser = build_parser(*(name for name in arguments[:1] if name in COMMANDS))
-    args, unknown = parser.parse_known_args(arguments)
+    before = argparse.ArgumentParser(prog="avgk", add_help=False, allow_abbrev=False)  # what precedes the command
+    before.add_argument("--log", metavar="FILE")
+    before.add_argument("command", nargs=argparse.REMAINDER)
+    found, unknown = before.parse_known_args(arguments)
+    words = unknown + found.command
+    parser = build_parser(*(name for name in words[:1] if name in COMMANDS))
+    args, unknown = parser.parse_known_args(words)
     if unknown and "overrides" not in args:
         parser.error(f"unrecognized arguments: {' '.join(unknown)}")
     args.overrides = unknown
     try:
-        file = None if log is None else open_log(log)
+        file = None if found.log is None else open_log(found.log)
     except OSError as error:
-        print(f"avgk: nothing can be logged to {log} ({error}).", file=sys.stderr)
+        print(f"avgk: nothing can be logged to {found.log} ({error}).", file=sys.stderr)
         return 2
-    with logged(file, arguments):
+    with logged(file, words):
         return guarded(args.command, lambda: find(args.command).run(args))
 
 

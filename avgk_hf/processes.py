@@ -3,7 +3,7 @@
 Every function also works in a single process, where it exchanges nothing.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterable
 
 import torch
 import torch.distributed as dist
@@ -29,20 +29,27 @@ def gather(values: Tensor) -> Tensor:
     return everyone.view(world_size(), *values.shape)
 
 
+def add_up(tensors: Iterable[Tensor]) -> None:
+    """Overwrite the tensors with their sums over all processes."""
+    if world_size() > 1:
+        for tensor in tensors:
+            dist.all_reduce(tensor)
+
+
+def broadcast(tensors: Iterable[Tensor], source: int = 0) -> None:
+    """Overwrite the tensors with those of one process, the main one by default."""
+    if world_size() > 1:
+        for tensor in tensors:
+            dist.broadcast(tensor, source)
+
+
 def mean_over_processes(value: Tensor) -> Tensor:
     """The mean of a scalar over all processes, with the gradient that averaging the gradients later makes right."""
     if world_size() == 1:
         return value
     total = value.detach().clone()
-    dist.all_reduce(total)
+    add_up([total])
     return value + (total / world_size() - value.detach())
-
-
-def broadcast(tensors: list[Tensor]) -> None:
-    """Overwrite the tensors with those of the main process."""
-    if world_size() > 1:
-        for tensor in tensors:
-            dist.broadcast(tensor, 0)
 
 
 def gather_list(items: list) -> list:
@@ -59,22 +66,5 @@ def sum_over_processes(value: float, device: torch.device) -> float:
     if world_size() == 1:
         return value
     total = torch.tensor(value, dtype=torch.float64, device=device)
-    dist.all_reduce(total)
+    add_up([total])
     return float(total)
-
-
-def add_up(tensors: list[Tensor]) -> None:
-    """Overwrite the tensors with their sums over all processes."""
-    if world_size() > 1:
-        for tensor in tensors:
-            dist.all_reduce(tensor)
-
-
-def gather_parts(values: Tensor, facts: tuple[float, ...]) -> Iterator[tuple[Tensor, list[float]]]:
-    """The tensors (h,) of all processes, of any lengths, with a few numbers each, one process at a time."""
-    facts_of_all = gather(torch.tensor([len(values), *facts], dtype=torch.float64, device=values.device))
-    for source, (count, *others) in enumerate(facts_of_all.tolist()):
-        part = values if source == rank() else values.new_empty(int(count))
-        if world_size() > 1:
-            dist.broadcast(part, source)
-        yield part, others

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from .checks import is_number
 from .conformal import coverage_record
-from .processes import add_up, gather, gather_parts, sum_over_processes, world_size
+from .processes import add_up, broadcast, gather, rank, sum_over_processes, world_size
 from .questions import Answer
 from .sets import AverageKThreshold, check_k, k_key, ranked_mass, score_matrix
 
@@ -142,11 +142,14 @@ class SetStatistics:
         """
         if world_size() == 1:
             return
-        add_up(list(self.columns(device).values()))
+        add_up(self.columns(device).values())
         if self.stream is not None:
-            merged = AverageKThreshold(self.ks, self.num_examples)
-            for survivors, facts in gather_parts(self.stream.survivors(device), self.stream.facts()):
-                merged.merge(survivors, *facts)
+            merged, own = AverageKThreshold(self.ks, self.num_examples), self.stream.survivors(device)
+            facts = torch.tensor([len(own), *self.stream.facts()], dtype=torch.float64, device=device)
+            for source, (count, *facts_of_source) in enumerate(gather(facts).tolist()):
+                survivors = own if source == rank() else torch.empty(int(count), device=device)
+                broadcast([survivors], source)
+                merged.merge(survivors, *facts_of_source)
             self.stream = merged
         self.num_seen = int(sum_over_processes(self.num_seen, device))
         self.num_labels = int(gather(torch.tensor(self.num_labels, device=device)).max())
@@ -297,6 +300,17 @@ def checked_labels(scores: Tensor, labels: Any) -> Tensor:
     return labels.long()
 
 
+def check_train_counts(train_counts: Iterable[int], num_labels: int) -> np.ndarray:
+    """The number of training images of each class, (L,); anything else is refused."""
+    counts = np.asarray(train_counts)
+    if counts.shape != (num_labels,):
+        raise ValueError(
+            f"train_counts has {counts.size} values for {num_labels} classes: give the number of training images of"
+            " each class."
+        )
+    return counts
+
+
 def class_means(
     correct: np.ndarray, labels: np.ndarray, num_labels: int, train_counts: np.ndarray | None = None
 ) -> dict[str, float]:
@@ -315,15 +329,11 @@ def class_means(
         >>> class_means(np.array([1, 1, 0]), np.array([0, 0, 1]), 2, np.array([200, 5]))
         {'macro_accuracy': 0.5, 'few_shot_accuracy': 0.0, 'many_shot_accuracy': 1.0}
     """
-    if train_counts is not None and len(train_counts) != num_labels:
-        raise ValueError(
-            f"train_counts has {len(train_counts)} values for {num_labels} classes: give the number of training images"
-            " of each class."
-        )
     seen = np.bincount(labels, minlength=num_labels)
     accuracy = np.bincount(labels, weights=correct, minlength=num_labels) / np.maximum(seen, 1)  # (L,)
     means = {"macro_accuracy": float(accuracy[seen > 0].mean())}
     if train_counts is not None:
+        train_counts = check_train_counts(train_counts, num_labels)
         for name, (low, high) in SHOTS.items():
             group = (seen > 0) & (train_counts >= low) & (train_counts < high)
             if group.any():

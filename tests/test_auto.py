@@ -29,6 +29,28 @@ ORDERS = {
     "from transformers import AutoConfig\nassert AutoConfig.from_pretrained(FOLDER).model_type == 'avgk'\n",
     "Auto class asked of the lazy module": "import transformers, avgk_hf\n"
     "assert transformers.AutoConfig.from_pretrained(FOLDER).model_type == 'avgk'\n",
+    "reloaded, and behind it another finder": LIGHT + "import importlib, importlib.machinery\n"
+    "class Finder(importlib.machinery.PathFinder): pass\n"
+    "sys.meta_path.append(Finder)\n"
+    "for module in (avgk_hf, avgk_hf.auto): importlib.reload(module)\n"
+    "assert sys.meta_path.count(avgk_hf.auto) == 1\n"
+    "import timm\n"
+    + TIMM
+    + "importlib.reload(timm)\nimportlib.reload(avgk_hf.auto)\n"
+    + TIMM
+    + "from transformers import pipeline\n"
+    + PIPELINE
+    + LOADERS,
+    "what registering needs is missing at first": LIGHT + "import warnings\n"
+    "sys.modules['safetensors.torch'] = None\n"
+    "with warnings.catch_warnings(record=True) as said: import transformers.models.auto.configuration_auto\n"
+    "assert 'transformers does not know avgk_hf' in str(said[0].message)\n"
+    "del sys.modules['safetensors.torch']\n"
+    "from transformers import AutoModelForImageClassification\n" + MODEL,
+    "a thread": LIGHT + "import threading\n"
+    "thread = threading.Thread(target=lambda: __import__('timm') and __import__('transformers').AutoConfig)\n"
+    "thread.start()\nthread.join()\nassert not avgk_hf.auto.WAITING\n"
+    "import timm\n" + TIMM + "from transformers import AutoModelForImageClassification\n" + MODEL,
     "a library that imports Auto classes": "import avgk_hf, peft\n"
     "from transformers import AutoModelForImageClassification\n" + MODEL,
 }

@@ -443,7 +443,6 @@ NO_MATRIX = {
     for name in ("average_k_threshold", "AverageKThreshold", "SetStatistics", "predict_sets", "metric")
     if not (name != "average_k_threshold" and name != "metric" and what in ("no images",))
     and not (name == "predict_sets" and what == "no classes")
-    and not (name == "metric" and what == "truth values")
 )
 def test_what_is_no_matrix_of_scores(case):
     scores = NO_MATRIX[case[0]]
@@ -504,7 +503,7 @@ def test_labels_that_fit_no_scores(case):
     for thresholds in (None, {1: 0.5}):
         with refused("label"):
             SetStatistics([1], 2, thresholds).update(torch.rand(2, 3), case)
-    with refused("references"):
+    with refused("label"):
         average_k_accuracy(torch.rand(2, 3), case, k=1, lambda_val=0.5)
     for name, loss in LOSSES.items():
         with refused("label"):

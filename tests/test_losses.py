@@ -9,10 +9,10 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from avgk_hf import AvgKConfig, AvgKOutput
-from avgk_hf.losses import LOSSES, Hyperparameter, make_loss
+from avgk_hf import AvgKConfig, AvgKForImageClassification, AvgKOutput
+from avgk_hf.losses import LOSSES, Hyperparameter, Loss, make_loss
 from avgk_hf.losses.avgk import choose_among_all, choose_candidates, largest
-from avgk_hf.losses.labels import check_labels
+from avgk_hf.losses.base import check_labels
 
 
 def make(name, k=2, num_labels=6, **hyperparameters):
@@ -292,7 +292,7 @@ def test_topk_draws_noise_for_every_score_and_sample(dtype):
     torch.manual_seed(0)
     assert value == make("topk")(AvgKOutput(logits=logits), BATCH, noise=torch.randn(4, 6, 5, dtype=dtype))
     assert make("topk", epsilon=0.0)(AvgKOutput(logits=torch.zeros(4, 6)), BATCH) == 1
-    with pytest.raises(ValueError, match=r"k=6 must lie in \[1, 6\) for 6 classes"):
+    with pytest.raises(ValueError, match=r"k=6 must be a number in \[1, 6\) for 6 classes"):
         make("topk", k=6)(AvgKOutput(logits=logits), BATCH)
 
 
@@ -499,12 +499,12 @@ def test_logits_that_are_no_matrix_are_refused(logits):
 def test_labels_of_another_type_are_refused():
     logits = torch.zeros(3, 6)
     for dtype in (torch.int8, torch.int16, torch.int32, torch.uint8, torch.bool):
-        with pytest.raises(ValueError, match=r"expected int64, e.g. `labels.long\(\)`"):
+        with pytest.raises(ValueError, match=r"expected one class id .* int64, e.g. `labels.long\(\)`"):
             check_labels(torch.zeros(3, dtype=dtype), logits)
     for labels in (torch.zeros(3), torch.zeros(4, dtype=torch.int64), torch.zeros(3, 1, dtype=torch.int64)):
         with pytest.raises(ValueError, match="expected one class id"):
             check_labels(labels, logits)
-    with pytest.raises(ValueError, match="labels of type list"):
+    with pytest.raises(ValueError, match="labels of type list for 3 images"):
         check_labels([0, 1, 2], logits)
     with pytest.raises(ValueError, match="expected a floating point tensor"):
         check_labels(torch.zeros(3, dtype=torch.int64), torch.zeros(3, 6, dtype=torch.int64))
@@ -552,14 +552,56 @@ def test_backward_twice_with_retained_graph():
 
 def test_avgk_refuses_what_it_cannot_do():
     outputs = AvgKOutput(logits=torch.randn(3, 4), sccp_logits=torch.randn(3, 4))
-    with pytest.raises(ValueError, match=r"k=4 must lie in \[1, 4\)"):
+    with pytest.raises(ValueError, match=r"k=4 must be a number in \[1, 4\)"):
         LOSSES["avgk"](k=4)(outputs, torch.tensor([0, 1, 2]))
     with pytest.raises(ValueError, match=r"k=0.5 must be a number in \[1, L\)"):
         LOSSES["avgk"](k=0.5)
     with pytest.raises(ValueError, match="alpha=-1"):
         LOSSES["avgk"](k=2, alpha=-1)
-    with pytest.raises(ValueError, match="needs `sccp_logits`"):
+    with pytest.raises(ValueError, match=r"sccp_logits of type NoneType .* AvgKLoss needs the scores of two heads"):
         LOSSES["avgk"](k=2)(AvgKOutput(logits=torch.randn(3, 4)), torch.tensor([0, 1, 2]))
+    outputs = AvgKOutput(logits=torch.randn(3, 4), sccp_logits=torch.randn(3, 5))
+    with pytest.raises(ValueError, match=r"sccp_logits of shape \(3, 5\) .* beside logits of shape \(3, 4\)"):
+        LOSSES["avgk"](k=2)(outputs, torch.tensor([0, 1, 2]))
+
+
+def test_what_a_class_states_it_gets(monkeypatch):
+    """A loss from outside with two heads and a row for every image; its model has both heads."""
+
+    class Both(Loss):
+        two_heads = per_image = True
+
+        def __init__(self, k, num_examples, num_labels):
+            super().__init__(k)
+            self.shape = (num_examples, num_labels)
+
+        def compute(self, logits, labels, sccp_logits, index):
+            assert logits.dtype == sccp_logits.dtype == torch.float32
+            return (logits - sccp_logits)[index, labels].sum() + self.k
+
+    monkeypatch.setitem(LOSSES, "both", Both)
+    model = AvgKForImageClassification.from_timm("test_vit", 6, image_size=32, objective="both", k=2)
+    loss, labels = make_loss(model.config, num_examples=9), torch.tensor([1, 0])
+    assert model.sccp_head is not None and loss.shape == (9, 6) and Both.memory(9, 6, 1) == 9 * 6 * 4 * 3
+    outputs = AvgKOutput(logits=torch.ones(2, 6).half(), sccp_logits=torch.zeros(2, 6).half())
+    assert loss(outputs, labels, index=torch.tensor([1, 0])) == 4
+    with pytest.raises(ValueError, match=r"k=2 must be a number in \[1, 2\) for 2 classes"):
+        loss(AvgKOutput(logits=torch.ones(2, 2), sccp_logits=torch.ones(2, 2)), labels)
+
+
+def test_a_class_that_states_too_little_is_refused(monkeypatch):
+    """Its author hears it at once, and not when a checkpoint is incomplete."""
+
+    class Forgetful(Loss):
+        needs_k = False
+
+        def __init__(self):
+            super().__init__()
+            self.register_buffer("seen", torch.zeros(()))
+
+    monkeypatch.setitem(LOSSES, "forgetful", Forgetful)
+    with pytest.raises(ValueError, match="Forgetful has parameters or buffers: state `has_state = True` in its class"):
+        make_loss(AvgKConfig(objective="forgetful", num_labels=6))
 
 
 @pytest.mark.parametrize("values", ["random", "ties", "constant", "ascending", "descending"])

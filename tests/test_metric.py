@@ -9,6 +9,7 @@ from pathlib import Path
 
 import evaluate
 import numpy as np
+import pandas as pd
 import pytest
 import torch
 import yaml
@@ -107,6 +108,7 @@ def test_every_way_in_gives_the_same(load):
             (scores.tolist(), labels.tolist()),
             (list(scores), list(labels)),
             (scores.astype(np.float64), labels.astype(np.uint8)),
+            (pd.Series(list(scores)), pd.Series(labels.astype(np.uint64))),
             (torch.tensor(scores, dtype=torch.float16, requires_grad=True), torch.tensor(labels)),
             (list(torch.tensor(scores)), list(torch.tensor(labels))),
             (np.asfortranarray(scores)[::-1], labels[::-1]),
@@ -257,12 +259,12 @@ BAD_ARGUMENTS = [
     ({"k": 0.5, "lambda_val": 0.5}, r"k=0.5 must be a number in \[1, 7\)"),
     ({"k": 7, "lambda_val": 0.5}, r"k=7 must be a number in \[1, 7\) for 7 classes"),
     ({"lambda_val": 0.5}, "k=None must be a number"),
-    ({"k": 2}, "`lambda_val=...` from validation.*`calibrate=True`"),
-    ({"k": 2, "lambda_val": 0.5, "calibrate": True}, "lambda_val=0.5 and calibrate=True contradict"),
-    ({"k": 2, "lambda_val": float("nan")}, "lambda_val=nan is not a number"),
-    ({"k": 2, "lambda_val": "0.5"}, "lambda_val='0.5' is not a number"),
-    ({**GOOD, "kind": "softmin"}, "kind='softmin' is unknown: use one of 'scores', 'softmax', 'sigmoid'"),
-    ({**GOOD, "train_counts": [1, 2]}, r"train_counts of shape \(2,\) for 7 classes"),
+    ({"k": 2}, "lambda_val=None with calibrate=False: give either a number from validation.*`calibrate=True`"),
+    ({"k": 2, "lambda_val": 0.5, "calibrate": True}, "lambda_val=0.5 with calibrate=True: give either"),
+    ({"k": 2, "lambda_val": float("nan")}, "lambda_val=nan with calibrate=False: give either a number"),
+    ({"k": 2, "lambda_val": "0.5"}, "lambda_val='0.5' with calibrate=False: give either a number"),
+    ({**GOOD, "kind": "softmin"}, r"kind='softmin' is unknown; choose one of \['scores', 'softmax', 'sigmoid'"),
+    ({**GOOD, "train_counts": [1, 2]}, "train_counts has 2 values for 7 classes"),
 ]
 
 
@@ -292,21 +294,23 @@ def test_misspelt_argument_is_refused_and_keeps_the_images(load):
 
 ROW = [0.1, 0.2, 0.7]
 BAD_IMAGES = [
-    ([ROW, ROW], [0, 3], r"references\[1\]=3 is no class id: with scores for 3 classes .* \[0, 3\)"),
-    ([ROW, ROW], [-1, 2], r"references\[0\]=-1 is no class id"),
-    ([ROW, ROW[:2]], [0, 1], r"predictions\[1\] has shape \(2,\) and predictions\[0\] \(3,\)"),
-    ([], [], "predictions are empty"),
-    (np.empty((0, 3)), [], "predictions are empty"),
-    ([[], []], [0, 0], r"predictions of shape \(2, 0\)"),
-    ([ROW, [0.1, float("nan"), 0.7]], [0, 1], r"NaN in predictions\[1\]"),
-    ([1, 2], [0, 1], r"predictions of shape \(2,\): .* not the predicted class"),
-    (np.float32(1), [0], r"predictions of shape \(\)"),
-    ([["a", "b"]], [0], "expected numbers"),
-    ([ROW, ROW], [0], r"references of shape \(1,\) for 2 predictions"),
-    ([ROW, ROW], [[0], [1]], r"references of shape \(2, 1\) for 2 predictions"),
-    ([ROW, ROW], [0.0, 1.0], r"references of type float64: .* integers in \[0, 3\)"),
-    ([ROW, ROW], None, "references are missing"),
-    (None, [0], "predictions are missing"),
+    ([ROW, ROW], [0, 3], r"label 3 lies outside \[0, 3\), the classes of the scores: leave out"),
+    ([ROW, ROW], [-1, 2], r"label -1 lies outside \[0, 3\)"),
+    ([ROW, ROW[:2]], [0, 1], r"scores of type list are no array of real numbers \(.* inhomogeneous .*\): give scores"),
+    ([], [], r"scores of shape \(0,\) are empty"),
+    (np.empty((0, 3)), [], r"scores of shape \(0, 3\) are empty"),
+    ([[], []], [0, 0], r"scores of shape \(2, 0\) are empty"),
+    ([ROW, [0.1, float("nan"), 0.7]], [0, 1], "NaN among the scores of image 1: NaN is in no set"),
+    ([1, 2], [0, 1], r"scores of shape \(2,\): expected \(images, classes\)"),
+    (np.float32(1), [0], r"scores of shape \(\): expected \(images, classes\)"),
+    ([["a", "b"]], [0], r"scores of type list are no array of real numbers \(they are of type <U1\)"),
+    ([ROW, ROW], [0], r"labels of shape \(1,\) .* for 2 images: expected one class id per image"),
+    ([ROW, ROW], [[0], [1]], r"labels of shape \(2, 1\) .* for 2 images: expected one class id per image"),
+    ([ROW, ROW], [0.0, 1.0], r"labels of .* type torch.float64 .* expected one class id per image, whole numbers"),
+    ([ROW, ROW], [True, False], "labels of type list are no array of real numbers"),
+    ([ROW, ROW], [0, None], "labels of type list are no array of real numbers"),
+    ([ROW, ROW], None, "labels of type NoneType are no array of real numbers"),
+    (None, [0], "scores of type NoneType are no array of real numbers"),
 ]
 
 
@@ -334,11 +338,11 @@ def test_usable_again_after_a_failure(load, keep_in_memory, tmp_path):
         metric.compute(**GOOD)
     with pytest.raises(ValueError, match=r"k=2.9 cannot be calibrated on 1 image"):
         metric.compute(predictions=[ROW], references=[2], k=2.9, calibrate=True)
-    with pytest.raises(ValueError, match=r"the softmax of predictions\[1\] is NaN: its logits are infinite"):
+    with pytest.raises(ValueError, match="NaN among the scores of images 0 to 1: NaN is in no set"):
         metric.compute(predictions=[ROW, [0, 0, float("inf")]], references=[2, 2], kind="softmax", **GOOD)
     assert not list(tmp_path.rglob("*.arrow"))
     metric.add_batch(predictions=scores, references=labels)
-    with pytest.raises(ValueError, match="predictions for 3 classes after predictions for 7"):
+    with pytest.raises(ValueError, match="scores for 3 classes after scores for 7"):
         metric.add_batch(predictions=[ROW], references=[2])
     assert metric.compute(**GOOD) == average_k_accuracy(scores, labels, **GOOD)
     assert metric.compute(predictions=[ROW], references=[2], **GOOD)["average_k_accuracy"] == 1  # other classes

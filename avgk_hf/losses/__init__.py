@@ -1,7 +1,12 @@
-"""The training objectives: `loss(outputs, labels, index=None) -> Tensor`, one file and one line of `LOSSES` each."""
+"""The training objectives: `loss(outputs, labels, index=None) -> Tensor`, one file and one line of `LOSSES` each.
+
+Sections are those of Garcin et al., "A two-head loss function for deep Average-K classification"; "Cole et al." is
+"Multi-Label Learning from Single Positive Labels" (2021).
+"""
 
 from typing import Any
 
+from ..checks import check_choice
 from .an import AssumeNegativeLoss
 from .avgk import AvgKLoss
 from .base import Hyperparameter, Loss  # noqa: F401  (for a loss from outside)
@@ -32,15 +37,16 @@ def make_loss(config: Any, num_examples: int | None = None) -> Loss:
         config: An `AvgKConfig`.
         num_examples: Number of training images, for a loss that keeps state for each of them.
     """
-    if config.objective not in LOSSES:  # which remote code does not look up
-        raise ValueError(f"objective={config.objective!r} is unknown; choose one of {list(LOSSES)}.")
-    loss = LOSSES[config.objective]
-    needed = {"k": config.k} if loss.needs_k else {}
-    if loss.per_image:
+    kind = LOSSES[check_choice("objective", config.objective, LOSSES)]
+    needed = {"k": config.k} if kind.needs_k else {}
+    if kind.per_image:
         if num_examples is None:
             raise ValueError(
                 f"objective={config.objective!r} keeps state for every training image: train with `AvgKTrainer`, or"
                 " build the loss yourself with `num_examples=`."
             )
         needed |= {"num_examples": num_examples, "num_labels": config.num_labels}
-    return loss(**needed, **config.hyperparameters)
+    loss = kind(**needed, **config.hyperparameters)
+    if loss.state_dict() and not loss.has_state:  # nobody would miss it in a checkpoint
+        raise ValueError(f"{kind.__name__} has parameters or buffers: state `has_state = True` in its class.")
+    return loss

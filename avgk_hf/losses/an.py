@@ -1,12 +1,9 @@
 """Assume negative: every class but the label counts as a negative, together as much as the label."""
 
-from typing import Any
-
 import torch.nn.functional as F
 from torch import Tensor
 
 from .base import Loss
-from .labels import check_labels, widen
 
 
 class AssumeNegativeLoss(Loss):
@@ -16,15 +13,8 @@ class AssumeNegativeLoss(Loss):
         \ell = -\frac{1}{B} \sum_i \Big[ \log \sigma(z_{i y_i})
                + \frac{1}{L - 1} \sum_{j \neq y_i} \log(1 - \sigma(z_{ij})) \Big]
 
-    Reference:
-        Garcin et al., "A two-head loss function for deep Average-K classification", section 4.4. In the public code
-        of Cole et al., "Multi-Label Learning from Single Positive Labels" (2021), this weighting is their weak
-        variant (WAN); what they call AN there has weight 1.
-
-    Inputs:
-        - outputs: `.logits` (B, L)
-        - labels: (B,), each in [0, L)
-        - index: not used
+    Section 4.4. In the public code of Cole et al. this weighting is their weak variant (WAN); what they call AN there
+    has weight 1.
 
     Relation to the other losses:
         - `AvgKLoss` with K = 1 and alpha = 1 trains its ML head with this loss.
@@ -41,10 +31,7 @@ class AssumeNegativeLoss(Loss):
     sentence = "Trained with the assume-negative loss (AN): binary cross-entropy with the label as the only positive."
     needs_k = False
 
-    def forward(self, outputs: Any, labels: Tensor, index: Tensor | None = None) -> Tensor:
-        """Return the scalar loss."""
-        check_labels(labels, outputs.logits)
-        logits = widen(outputs.logits)
+    def compute(self, logits: Tensor, labels: Tensor) -> Tensor:
         own = logits.gather(1, labels[:, None])  # (B, 1)
         negatives = F.softplus(logits).scatter(1, labels[:, None], 0.0)  # (B, L)
         return (F.softplus(-own).sum() + negatives.sum() / max(logits.shape[1] - 1, 1)) / len(labels)

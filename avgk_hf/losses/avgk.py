@@ -10,11 +10,10 @@ from torch.autograd.function import once_differentiable
 
 from ..processes import gather, rank, world_size
 from .base import Hyperparameter, Loss
-from .labels import check_labels, widen
 
 
 class AvgKLoss(Loss):
-    r"""AVG-K: cross-entropy on the SCCP head plus binary cross-entropy on the ML head with pseudo-labels.
+    r"""AVG-K: cross-entropy on the SCCP head plus binary cross-entropy on the ML head with pseudo-labels (section 5).
 
     For logits Z (ML) and Z' (SCCP), both (B, L), and labels y (B,):
 
@@ -25,27 +24,13 @@ class AvgKLoss(Loss):
 
     where the candidates C are the M = round((K - 1) B) largest entries of softmax(Z') over the *whole batch*, the true
     labels left out, and N = B L - B - M the remaining entries. No gradient flows through the choice. An empty group
-    contributes 0. Computed in float32 at least, whatever the precision of the logits. Ties at the cut go to the first
-    image and the first class.
+    contributes 0. Ties at the cut go to the first image and the first class.
 
-    With W processes the batch is that of all of them, W B images: the candidates, and the gradient once it is averaged
-    over the processes, are those of one process with W B images. Each process sends its min(M, B (L - 1)) best scores
-    and nothing else. All processes need batches of one size, which accelerate sees to. Gradient accumulation does not
-    enlarge the batch of the choice: every step of it chooses among its own images.
-
-    Args:
-        k: Average number of positives per image, the label included; in [1, L), fractions allowed.
-        alpha: Weight of candidates and negatives relative to the labels.
-        candidate_scope: `"global"` to choose the candidates from the batch of all processes, `"local"` for each
-            process by itself, without communication. Without gradient (evaluation) the choice is always local.
-
-    Reference:
-        Garcin et al., "A two-head loss function for deep Average-K classification", section 5.
-
-    Inputs:
-        - outputs: `.logits` and `.sccp_logits`, both (B, L)
-        - labels: (B,), each in [0, L)
-        - index: not used
+    With W processes and `candidate_scope="global"` the batch is that of all of them, W B images: the candidates, and
+    the gradient once it is averaged over the processes, are those of one process with W B images. Each process sends
+    its min(M, B (L - 1)) best scores and nothing else. All processes need batches of one size, which accelerate sees
+    to. `"local"` chooses for each process by itself, without communication, as evaluation always does. Gradient
+    accumulation does not enlarge the batch of the choice: every step of it chooses among its own images.
 
     Relation to the other losses:
         - K = 1 has no candidates: CE on one head and AN with weight `alpha` for the negatives on the other.
@@ -65,53 +50,29 @@ class AvgKLoss(Loss):
     )
     hyperparameters: ClassVar = {
         "alpha": Hyperparameter(1.0, "Weight of the pseudo-labels."),
-        "candidate_scope": Hyperparameter(
-            "global", "Whose batch candidates are chosen from.", choices=("global", "local")
-        ),
+        "candidate_scope": Hyperparameter("global", "Whose batch candidates come from.", choices=("global", "local")),
     }
     two_heads = True
 
-    def forward(self, outputs: Any, labels: Tensor, index: Tensor | None = None) -> Tensor:
-        """Return the scalar loss."""
-        if outputs.sccp_logits is None:
-            raise ValueError("the AVG-K loss needs `sccp_logits`: build the model with `objective='avgk'`.")
-        check_labels(labels, outputs.logits)
-        batch, num_labels = outputs.logits.shape
-        if self.k >= num_labels:
-            raise ValueError(f"k={self.k} must lie in [1, {num_labels}) for {num_labels} classes.")
-        if outputs.sccp_logits.shape != outputs.logits.shape:
-            raise ValueError(
-                f"sccp_logits of shape {tuple(outputs.sccp_logits.shape)} beside logits of shape"
-                f" {tuple(outputs.logits.shape)}: both heads score the same images and classes."
-            )
+    def compute(self, logits: Tensor, labels: Tensor, sccp_logits: Tensor) -> Tensor:
         # evaluation gives processes different numbers of batches, so that they cannot wait for each other there
         world = world_size() if self.candidate_scope == "global" and torch.is_grad_enabled() else 1
-        num_candidates = round((self.k - 1) * world * batch)
-        return _AvgK.apply(
-            widen(outputs.logits), widen(outputs.sccp_logits), labels, num_candidates, self.alpha, world
-        )
+        num_candidates = round((self.k - 1) * world * len(labels))
+        return _AvgK.apply(logits, sccp_logits, labels, num_candidates, self.alpha, world)
 
 
 def choose_candidates(log_probabilities: Tensor, labels: Tensor, num_candidates: int) -> Tensor:
     """Positions (M,) in the flattened batch of the M largest entries that are not true labels, or of all if fewer.
 
-    Args:
-        log_probabilities: log softmax of the SCCP head, (B, L). The logarithm keeps apart what underflows to 0. The
-            entries of the labels are overwritten, to do without a copy.
-        labels: (B,).
-        num_candidates: M.
+    The log softmax (B, L) keeps apart what underflows to 0; its entries of the labels (B,) are overwritten, to do
+    without a copy.
     """
     values = log_probabilities.scatter_(1, labels.unsqueeze(1), -torch.inf).view(-1)
     return largest(values, min(num_candidates, len(values) - len(labels)))
 
 
 def choose_among_all(values: Tensor, num_candidates: int) -> Tensor:
-    """Which of this process's best scores (m,) are among the M largest of all processes, (m,) bool.
-
-    Args:
-        values: The scores of this process's own candidates, in the order of their positions.
-        num_candidates: M.
-    """
+    """Which of this process's best scores (m,), in the order of their positions, are among the M of all, (m,) bool."""
     everyone = gather(values)  # (W, m)
     chosen = torch.zeros(everyone.numel(), dtype=torch.bool, device=values.device)
     chosen[largest(everyone.view(-1), num_candidates)] = True

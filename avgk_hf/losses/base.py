@@ -1,14 +1,15 @@
-"""What a loss states about itself, so that nobody else needs to know it by its name."""
+"""What a loss states about itself, so that nobody else needs to know it by its name, and what is refused for all."""
 
 import difflib
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
-from torch import nn
+import torch
+from torch import Tensor, nn
 
-from ..checks import is_number
+from ..checks import check_choice, is_number
 from ..sets import check_k
 
 
@@ -37,23 +38,28 @@ class Hyperparameter:
         0.3
         """
         if self.choices:
-            if value not in self.choices:
-                raise ValueError(f"{name}={value!r} is unknown; choose one of {list(self.choices)}.")
-        elif not is_number(value) or not self.least <= value <= self.most or math.isinf(value):
+            return check_choice(name, value, self.choices)
+        if not is_number(value) or not self.least <= value <= self.most or math.isinf(value):
             allowed = f">= {self.least:g}" if math.isinf(self.most) else f"in [{self.least:g}, {self.most:g}]"
             raise ValueError(f"{name}={value!r} must be a finite number {allowed}, e.g. {self.default}.")
         return value
 
 
 class Loss(nn.Module):
-    """A training objective: `loss(outputs, labels, index=None) -> Tensor`. A subclass states what differs from here.
+    """A training objective. A subclass states what differs from here, and its formula as `compute(logits, labels)`.
 
-    Its hyperparameters and, where it needs it, `k` become attributes. Parameters and buffers of a loss are trained
-    with the model and saved in checkpoints, but are no part of the saved model.
+    What `compute` gets was checked, and `sccp_logits` or `index` come with it where the class asks for them. The
+    hyperparameters and, where it is needed, `k` become attributes. Parameters and buffers of a loss are trained with
+    the model and saved in checkpoints, but are no part of the saved model.
 
     Args:
-        k: Average set size.
+        k: Average set size, in [1, L), fractions allowed.
         hyperparameters: Values of those that are not to be the default, by name.
+
+    Inputs:
+        - outputs: `.logits` (B, L), and `.sccp_logits` (B, L) for a loss with `two_heads`
+        - labels: (B,), each in [0, L)
+        - index: (B,), the positions of the images in the training set, for a loss with `per_image`
     """
 
     sentence: ClassVar[str]  # for the model card: how a model was trained
@@ -63,6 +69,7 @@ class Loss(nn.Module):
     has_state: ClassVar[bool] = False  # whether it has parameters or buffers, which a checkpoint then holds
     per_image: ClassVar[bool] = False  # whether it is made with `num_examples` and `num_labels` of the training set
     learning_rate_factor: float = 1.0  # learning rate of its parameters relative to that of the model
+    compute: Callable[..., Tensor]  # the scalar loss
 
     def __init__(self, k: float | None = None, **hyperparameters: Any) -> None:
         super().__init__()
@@ -72,6 +79,23 @@ class Loss(nn.Module):
             raise ValueError(f"k={k!r}: {type(self).__name__} does not depend on k; leave it out.")
         for name, value in self.complete(hyperparameters).items():
             setattr(self, name, value)
+
+    def forward(self, outputs: Any, labels: Tensor, index: Tensor | None = None, **further: Any) -> Tensor:
+        """Return the scalar loss, computed in float32 at least, whatever the precision of the logits."""
+        check_labels(labels, outputs.logits)
+        if self.needs_k:
+            check_k(self.k, outputs.logits.shape[1])
+        if self.two_heads:
+            second = outputs.sccp_logits
+            if second is None or second.shape != outputs.logits.shape:
+                raise ValueError(
+                    f"sccp_logits of {_kind(second)} beside logits of {_kind(outputs.logits)}: {type(self).__name__}"
+                    " needs the scores of two heads for the same classes. Build the model for this objective."
+                )
+            further["sccp_logits"] = _widen(second)
+        if self.per_image:
+            further["index"] = index
+        return self.compute(_widen(outputs.logits), labels, **further)
 
     @classmethod
     def complete(cls, given: Mapping[str, Any], place: str = "{}") -> dict[str, Any]:
@@ -93,5 +117,40 @@ class Loss(nn.Module):
 
     @classmethod
     def memory(cls, num_examples: int, num_labels: int, optimizer_states: int) -> int:
-        """Bytes that the state of a `per_image` loss takes, with its gradient and the optimizer's states."""
-        return 0
+        """Bytes of a `per_image` loss: a parameter for each image and class, its gradient, the optimizer's states."""
+        return num_examples * num_labels * 4 * (2 + optimizer_states) if cls.per_image else 0
+
+
+def check_labels(labels: Tensor, logits: Tensor) -> None:
+    """Refuse labels that are not one class id in [0, L) per image, and logits that are no (B, L) matrix.
+
+    NaN and infinite logits pass: they show in the loss, and mixed precision in float16 relies on seeing them there.
+    On an accelerator the range is asserted asynchronously, so that no step waits for it.
+    """
+    if not isinstance(logits, Tensor) or logits.ndim != 2 or not logits.is_floating_point() or 0 in logits.shape:
+        raise ValueError(
+            f"logits of {_kind(logits)}: expected a floating point tensor (images, classes), neither of them 0."
+        )
+    batch, num_labels = logits.shape
+    if not isinstance(labels, Tensor) or labels.shape != (batch,) or labels.dtype != torch.int64:
+        raise ValueError(
+            f"labels of {_kind(labels)} for {batch} images: expected one class id per image, a tensor of int64, e.g."
+            " `labels.long()`. Mixed labels (mixup, cutmix) do not fit this loss; switch them off."
+        )
+    lowest, highest = labels.aminmax()
+    message = f"a label lies outside [0, {num_labels}), the {num_labels} classes of the model"
+    if labels.device.type != "cpu" or torch.compiler.is_compiling():
+        torch._assert_async((lowest >= 0) & (highest < num_labels), message)
+    elif lowest.item() < 0 or highest.item() >= num_labels:
+        wrong = labels[(labels < 0) | (labels >= num_labels)][0].item()
+        raise ValueError(f"{message}: {wrong}. Check the label column, or build the model with more classes.")
+
+
+def _kind(value: Any) -> str:
+    is_tensor = isinstance(value, Tensor)
+    return f"shape {tuple(value.shape)} and type {value.dtype}" if is_tensor else f"type {type(value).__name__}"
+
+
+def _widen(logits: Tensor) -> Tensor:
+    """Logits in float32, or as they are if already float64."""
+    return logits if logits.dtype == torch.float64 else logits.float()

@@ -1,27 +1,16 @@
 """Cross-entropy, the baseline whose softmax is thresholded."""
 
-from typing import Any
-
 import torch.nn.functional as F
 from torch import Tensor
 
 from .base import Loss
-from .labels import check_labels, widen
 
 
 class CrossEntropyLoss(Loss):
-    r"""Cross-entropy of the only head.
+    r"""Cross-entropy of the only head (section 4.3).
 
     .. math::
         \ell = -\frac{1}{B} \sum_i \log softmax(z_i)_{y_i}
-
-    Reference:
-        Garcin et al., "A two-head loss function for deep Average-K classification", section 4.3.
-
-    Inputs:
-        - outputs: `.logits` (B, L)
-        - labels: (B,), each in [0, L)
-        - index: not used
 
     Relation to the other losses:
         - `AvgKLoss` trains its SCCP head with this loss and adds a second head.
@@ -37,7 +26,5 @@ class CrossEntropyLoss(Loss):
     sentence = "Trained with cross-entropy; its scores are thresholded."
     needs_k = False
 
-    def forward(self, outputs: Any, labels: Tensor, index: Tensor | None = None) -> Tensor:
-        """Return the scalar loss."""
-        check_labels(labels, outputs.logits)
-        return F.cross_entropy(widen(outputs.logits), labels)
+    def compute(self, logits: Tensor, labels: Tensor) -> Tensor:
+        return F.cross_entropy(logits, labels)

@@ -1,6 +1,6 @@
 """Expected positive regularisation: the label is a positive, and K positives are expected on average."""
 
-from typing import Any, ClassVar
+from typing import ClassVar
 
 import torch
 import torch.nn.functional as F
@@ -8,7 +8,6 @@ from torch import Tensor
 
 from ..processes import mean_over_processes
 from .base import Hyperparameter, Loss
-from .labels import check_labels, widen
 
 
 class ExpectedPositiveLoss(Loss):
@@ -18,21 +17,8 @@ class ExpectedPositiveLoss(Loss):
         \ell = -\frac{1}{B} \sum_i \log \sigma(z_{i y_i}) + \beta (\hat{K} - K)^2, \qquad
         \hat{K} = \frac{1}{B} \sum_{ij} \sigma(z_{ij})
 
-    With several processes, K_hat is the mean over the images of all of them.
-
-    Args:
-        k: Average set size.
-        beta: Weight of the regulariser, which is *not* divided by L^2 as in the public code of Cole et al.: a value
-            tuned there does not carry over.
-
-    Reference:
-        Garcin et al., "A two-head loss function for deep Average-K classification", section 4.5, after Cole et al.,
-        "Multi-Label Learning from Single Positive Labels" (2021).
-
-    Inputs:
-        - outputs: `.logits` (B, L)
-        - labels: (B,), each in [0, L)
-        - index: not used
+    With several processes, K_hat is the mean over the images of all of them. Section 4.5, after Cole et al., in whose
+    public code beta is divided by L^2: a value tuned there does not carry over.
 
     Relation to the other losses:
         - `AssumeNegativeLoss` pushes every other class down; here only their number is bounded.
@@ -45,21 +31,11 @@ class ExpectedPositiveLoss(Loss):
         1.5931
     """
 
-    sentence = (
-        "Trained with expected positive regularisation (EPR): the label is positive, and K positives are expected."
-    )
+    sentence = "Trained with expected positive regularisation (EPR): the label is positive, K positives are expected."
     hyperparameters: ClassVar = {"beta": Hyperparameter(0.01, "Weight of the regulariser.")}
 
-    def forward(self, outputs: Any, labels: Tensor, index: Tensor | None = None) -> Tensor:
-        """Return the scalar loss."""
-        check_labels(labels, outputs.logits)
-        logits = widen(outputs.logits)
-        return expected_positive_loss(logits, labels, self.k, self.beta)
-
-
-def expected_positive_loss(logits: Tensor, labels: Tensor, k: float, beta: float) -> Tensor:
-    """The formula above for logits (B, L), which ROLE applies to predictions and to estimates."""
-    expected = logits.sigmoid().sum() / len(labels)
-    if torch.is_grad_enabled():  # evaluation gives processes different numbers of batches
-        expected = mean_over_processes(expected)
-    return F.softplus(-logits.gather(1, labels[:, None])).mean() + beta * (expected - k) ** 2
+    def compute(self, logits: Tensor, labels: Tensor) -> Tensor:
+        expected = logits.sigmoid().sum() / len(labels)
+        if torch.is_grad_enabled():  # evaluation gives processes different numbers of batches
+            expected = mean_over_processes(expected)
+        return F.softplus(-logits.gather(1, labels[:, None])).mean() + self.beta * (expected - self.k) ** 2

@@ -10,8 +10,7 @@ from torch import Tensor, nn
 from ..processes import gather, world_size
 from ..sets import check_k
 from .base import Hyperparameter, Loss
-from .epr import expected_positive_loss
-from .labels import check_labels, widen
+from .epr import ExpectedPositiveLoss
 
 UNOBSERVED = math.log(0.6 / 0.4)  # estimates of unobserved labels start between 0.4 and 0.6
 OBSERVED = math.log(0.995 / 0.005)  # those of observed labels at 0.995
@@ -27,27 +26,14 @@ class OnlineLabelLoss(Loss):
         + (1 - \sigma(c_{ij})) \log(1 - \sigma(a_{ij})) \big]
 
     where no gradient flows into what stands behind the bar, and EPR_lambda is `ExpectedPositiveLoss` with that beta.
-    Theta has a row for every training image, found by the image's `index`. It is a parameter of this module: the
-    trainer puts it into the optimizer with its own learning rate and into checkpoints, and it is no part of the saved
-    model. Without `index` (evaluation) the estimates are unknown, and the loss is EPR_lambda(Z). Of several processes
-    each holds all of Theta and applies the gradients of all images, so that the copies stay equal.
+    Theta (n, L) has a row for every training image, found by the image's `index`. Without `index` (evaluation) the
+    estimates are unknown, and the loss is EPR_lambda(Z). Of several processes each holds all of Theta and applies the
+    gradients of all images, so that the copies stay equal. Section 4.6, after Cole et al., whose public code divides
+    all of it by L and the regulariser by L^2 once more.
 
     Args:
-        k: Average set size.
         num_examples: Number of training images n.
         num_labels: Number of classes L.
-        role_lambda: Weight of the regulariser.
-        theta_lr: Learning rate of Theta relative to that of the model.
-
-    Reference:
-        Garcin et al., "A two-head loss function for deep Average-K classification", section 4.6, after Cole et al.,
-        "Multi-Label Learning from Single Positive Labels" (2021). Their public code divides all of it by L and the
-        regulariser by L^2 once more.
-
-    Inputs:
-        - outputs: `.logits` (B, L)
-        - labels: (B,), each in [0, L)
-        - index: (B,), each in [0, n), the position of the image in the training set
 
     Relation to the other losses:
         - `ExpectedPositiveLoss` is what remains when nothing is known about the unobserved labels.
@@ -68,18 +54,16 @@ class OnlineLabelLoss(Loss):
     }
     has_state = per_image = True
 
-    def __init__(self, k: float, num_examples: int, num_labels: int, **hyperparameters: float) -> None:
+    def __init__(self, k: float, num_examples: int, num_labels: int, **hyperparameters: Any) -> None:
         super().__init__(check_k(k, num_labels), **hyperparameters)
         self.learning_rate_factor = self.theta_lr
+        self.positives = ExpectedPositiveLoss(k, beta=self.role_lambda)
         self.theta = nn.Parameter(torch.empty(num_examples, num_labels).uniform_(-UNOBSERVED, UNOBSERVED))
         self.register_buffer("seen", torch.zeros(num_examples, dtype=torch.bool))
 
-    def forward(self, outputs: Any, labels: Tensor, index: Tensor | None = None) -> Tensor:
-        """Return the scalar loss."""
-        check_labels(labels, outputs.logits)
-        logits = widen(outputs.logits)
+    def compute(self, logits: Tensor, labels: Tensor, index: Tensor | None) -> Tensor:
         if index is None or not torch.is_grad_enabled():
-            return expected_positive_loss(logits, labels, self.k, self.role_lambda)
+            return self.positives.compute(logits, labels)
         if index.device.type == "cpu" and not ((index >= 0) & (index < len(self.theta))).all():
             raise ValueError(
                 f"an index lies outside [0, {len(self.theta)}), the training images ROLE was built for: number them"
@@ -91,7 +75,7 @@ class OnlineLabelLoss(Loss):
 
     def _side(self, logits: Tensor, targets: Tensor, labels: Tensor) -> Tensor:
         cross = F.binary_cross_entropy_with_logits(logits, targets.detach().sigmoid(), reduction="sum") / len(labels)
-        return expected_positive_loss(logits, labels, self.k, self.role_lambda) + cross
+        return self.positives.compute(logits, labels) + cross
 
     @torch.no_grad()
     def _observe(self, labels: Tensor, index: Tensor) -> None:
@@ -100,15 +84,6 @@ class OnlineLabelLoss(Loss):
         own = self.theta[index, labels]
         self.theta[index, labels] = torch.where(self.seen[index], own, torch.full_like(own, OBSERVED))
         self.seen[index] = True
-
-    @classmethod
-    def memory(cls, num_examples: int, num_labels: int, optimizer_states: int) -> int:
-        """Bytes that Theta, its gradient and the optimizer's states take.
-
-        >>> OnlineLabelLoss.memory(num_examples=45_000, num_labels=100, optimizer_states=1)  # SGD with momentum
-        54000000
-        """
-        return num_examples * num_labels * 4 * (2 + optimizer_states)
 
 
 class _Rows(torch.autograd.Function):

@@ -6,7 +6,6 @@ import torch
 from torch import Tensor
 
 from .base import Hyperparameter, Loss
-from .labels import check_labels, widen
 
 
 class NoisedTopKLoss(Loss):
@@ -16,26 +15,18 @@ class NoisedTopKLoss(Loss):
         \ell = \frac{1}{B} \sum_i \max(0, 1 + \tilde{s}_{[K+1]}(z_i) - z_{i y_i}), \qquad
         \tilde{s}_{[k]}(z) = \frac{1}{S} \sum_{s=1}^{S} (z + \epsilon Z_s)_{[k]}, \quad Z_s \sim N(0, I)
 
-    where v_[k] is the k-th largest entry of v. The gradient of the smoothed score is the mean indicator of the
-    perturbed k-th place.
+    where v_[k] is the k-th largest entry of v, and of a fractional K the whole part is used. The gradient of the
+    smoothed score is the mean indicator of the perturbed k-th place. The baseline TOP-K of the paper, from Garcin et
+    al., "Stochastic smoothing of the top-K calibrated hinge loss for deep imbalanced classification" (ICML 2022).
 
     The loss has no probabilities, so either of two scores can be thresholded: the raw logits (`score: logit`, what the
     hinge compares) or their softmax (`score: softmax`, what the paper's evaluation does for every loss and the default
     here). They order the classes of one image alike, but not the classes of different images.
 
     Args:
-        k: Average set size; of a fraction, the whole part is used.
-        epsilon: Standard deviation of the noise.
         num_samples: Number S of noise vectors.
 
-    Reference:
-        Garcin et al., "Stochastic smoothing of the top-K calibrated hinge loss for deep imbalanced classification"
-        (ICML 2022), the baseline TOP-K of the average-K paper.
-
     Inputs:
-        - outputs: `.logits` (B, L)
-        - labels: (B,), each in [0, L)
-        - index: not used
         - noise: (B, L, S), drawn if not given
 
     Relation to the other losses:
@@ -51,19 +42,12 @@ class NoisedTopKLoss(Loss):
     sentence = "Trained with the balanced noised top-K hinge loss."
     hyperparameters: ClassVar = {"epsilon": Hyperparameter(1.0, "Standard deviation of the noise.")}
 
-    def __init__(self, k: float, num_samples: int = 5, **hyperparameters: float) -> None:
+    def __init__(self, k: float, num_samples: int = 5, **hyperparameters: Any) -> None:
         super().__init__(k, **hyperparameters)
         self.k = int(self.k)
         self.num_samples = num_samples
 
-    def forward(
-        self, outputs: Any, labels: Tensor, index: Tensor | None = None, noise: Tensor | None = None
-    ) -> Tensor:
-        """Return the scalar loss."""
-        check_labels(labels, outputs.logits)
-        logits = widen(outputs.logits)
-        if self.k >= logits.shape[1]:
-            raise ValueError(f"k={self.k} must lie in [1, {logits.shape[1]}) for {logits.shape[1]} classes.")
+    def compute(self, logits: Tensor, labels: Tensor, noise: Tensor | None = None) -> Tensor:
         if noise is None:
             noise = torch.randn(*logits.shape, self.num_samples, device=logits.device, dtype=logits.dtype)
         noised = logits[..., None] + self.epsilon * noise  # (B, L, S)

@@ -23,14 +23,8 @@ def compute(scores: str, labels: str, k: float, calibrate: bool, lambda_val: flo
         1.5
     """
     metric = evaluate.load(str(FOLDER), keep_in_memory=True)  # one for each request, as visitors come at the same time
-    return metric.compute(
-        predictions=json.loads(scores),
-        references=json.loads(labels),
-        k=k,
-        lambda_val=None if calibrate else lambda_val,
-        calibrate=calibrate,
-        kind=kind,
-    )
+    asked = {"k": k, "kind": kind, "calibrate": calibrate, "lambda_val": None if calibrate else lambda_val}
+    return metric.compute(predictions=json.loads(scores), references=json.loads(labels), **asked)
 
 
 def main() -> None:

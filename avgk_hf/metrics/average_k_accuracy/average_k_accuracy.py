@@ -3,13 +3,12 @@
     metric = evaluate.load("avgk_hf/metrics/average_k_accuracy")
     metric.compute(predictions=scores, references=labels, k=5, lambda_val=lambda_val)
 
-The mathematics is that of `avgk_hf.sets`. Here are the checks of the input, and a way through Arrow that does not turn
-every score into a Python object.
+The mathematics is that of `avgk_hf.sets`; here is a way through Arrow that does not turn every score into a Python
+object.
 """
 
 import math
-import os
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from typing import Any
 
 import datasets
@@ -18,12 +17,12 @@ import numpy as np
 import pyarrow as pa
 import torch
 
-from avgk_hf.checks import is_number
+from avgk_hf.checks import check_choice, is_number
 from avgk_hf.scores import SCORES
 from avgk_hf.sets import AverageKThreshold, check_k
-from avgk_hf.statistics import SetStatistics
+from avgk_hf.statistics import SetStatistics, check_train_counts, checked_labels
 
-KINDS = ("scores", *SCORES)
+KINDS = {"scores": lambda scores: scores, **SCORES}
 ROWS = 1024  # images scored and stored at a time: no second n x L matrix, and Arrow's 32-bit offsets do not overflow
 
 _DESCRIPTION = """
@@ -39,8 +38,8 @@ Args:
     k: The average set size K, a number in [1, L).
     lambda_val: The threshold, computed on validation images. Give it, or `calibrate=True`.
     calibrate: Compute lambda_val on the given images. Right for validation images only.
-    kind: What `predictions` are: `None` or `"scores"` for scores that are compared with lambda_val as they are,
-        `"softmax"` or `"sigmoid"` for logits that become scores that way.
+    kind: What `predictions` are: `"scores"` (default), compared with lambda_val as they are; `"softmax"` or
+        `"sigmoid"` for logits that become scores that way.
     train_counts: Number of training images of each class, (L,), for the few, medium and many shot means.
 
 Returns:
@@ -48,8 +47,7 @@ Returns:
     lambda_val: The threshold that was used.
     mean_set_size: Mean number of classes in a set; K on the images that lambda_val comes from, if no scores tie there.
     empty_sets: Share of images without any class.
-    top1_accuracy: Share of images whose true class has the highest score.
-    topk_accuracy: Share of images whose true class is among the K highest scores (K rounded down).
+    top1_accuracy, topk_accuracy: Share of images whose true class is first, or among the first K (rounded down).
     macro_accuracy: Mean over the classes of the average-K accuracy within the class.
     few_shot_accuracy, medium_shot_accuracy, many_shot_accuracy: The same over the classes with fewer than 20, 20 to
         100, more than 100 training images; only with `train_counts`, and only for groups that have images.
@@ -75,28 +73,14 @@ _CITATION = """\
 """
 
 
-def average_k_accuracy(
-    scores: Any,
-    labels: Any,
-    k: float,
-    lambda_val: float | None = None,
-    calibrate: bool = False,
-    kind: str | None = None,
-    train_counts: Any = None,
-) -> dict[str, float | list[int]]:
+def average_k_accuracy(scores: Any, labels: Any, k: float, **further: Any) -> dict[str, float | list[int]]:
     """Average-K accuracy and what belongs to it, without Arrow: the fastest way for scores that fit in memory.
 
     Args:
         scores: Scores or logits (n, L): array, tensor, or list of rows. Read as float32.
         labels: True classes (n,), integers in [0, L).
         k: The average set size, in [1, L).
-        lambda_val: The threshold from validation. Give it, or `calibrate=True`.
-        calibrate: Compute lambda_val on these images, which then have to be validation images.
-        kind: `None` or `"scores"` for scores as they are, `"softmax"` or `"sigmoid"` for logits.
-        train_counts: Training images of each class, (L,).
-
-    Returns:
-        The results that the metric describes, by name.
+        further: `lambda_val` or `calibrate`, `kind` and `train_counts`, which the metric describes, as the results.
 
     Example:
         >>> validation = [[2.0, 1.0, 0.0], [1.0, 0.9, 0.2]]
@@ -106,16 +90,17 @@ def average_k_accuracy(
         >>> result["average_k_accuracy"], result["empty_sets"], result["set_size_histogram"]
         (1.0, 0.0, [0, 1, 0, 1])
     """
-    rows, labels = _checked(scores, labels)
-    k, lambda_val, train_counts = _arguments(k, lambda_val, calibrate, kind, train_counts, rows.shape[1])
-    if calibrate:
+    rows, labels = _images(scores, labels)
+    asked = _asked(rows.shape[1], k, **further)
+    k, lambda_val, kind = asked["k"], asked["lambda_val"], asked["kind"]
+    if lambda_val is None:
         stream = AverageKThreshold([k], num_examples=len(rows))
         for batch in _scored(rows, kind):
             stream.update(batch)
-        lambda_val = _number("lambda_val", stream.compute()[k])
+        lambda_val = stream.compute()[k]
     # a second pass, because the size of a single image's set is known only when lambda_val is
-    stats = SetStatistics([k], num_examples=len(rows), thresholds={k: lambda_val}, train_counts=train_counts)
-    for batch, batch_labels in zip(_scored(rows, kind), torch.from_numpy(np.array(labels)).split(ROWS), strict=True):
+    stats = SetStatistics([k], len(rows), thresholds={k: lambda_val}, train_counts=asked["train_counts"])
+    for batch, batch_labels in zip(_scored(rows, kind), torch.from_numpy(labels).split(ROWS), strict=True):
         stats.update(batch, batch_labels)
     return {**stats.compute()[k], "set_size_histogram": np.bincount(stats.set_sizes(k)).tolist()}
 
@@ -125,16 +110,12 @@ class AverageKAccuracy(evaluate.Metric):
     """The metric that `evaluate.load` returns."""
 
     def _info(self) -> evaluate.MetricInfo:
+        columns = {"predictions": datasets.List(datasets.Value("float32")), "references": datasets.Value("int64")}
         info = evaluate.MetricInfo(
             description=_DESCRIPTION,
             citation=_CITATION,
             inputs_description=_KWARGS_DESCRIPTION,
-            features=datasets.Features(
-                {
-                    "predictions": datasets.List(datasets.Value("float32")),
-                    "references": datasets.Value("int64"),
-                }
-            ),
+            features=datasets.Features(columns),
             license="apache-2.0",
             reference_urls=["https://arxiv.org/abs/2303.18118"],
         )
@@ -143,20 +124,13 @@ class AverageKAccuracy(evaluate.Metric):
         return info
 
     def add(
-        self,
-        *,
-        prediction: Any = None,
-        reference: Any = None,
-        predictions: Any = None,
-        references: Any = None,
+        self, *, prediction: Any = None, reference: Any = None, predictions: Any = None, references: Any = None
     ) -> None:
         """Add the scores (L,) and the true class of one image; `evaluate` allows both spellings."""
-        prediction = predictions if prediction is None else prediction
-        reference = references if reference is None else reference
-        rows, labels = self._accepted(
-            None if prediction is None else [prediction], None if reference is None else [reference]
-        )
-        self.writer.write({"predictions": rows[0], "references": int(labels[0])})  # in the order of the calls
+        row = predictions if prediction is None else prediction
+        label = references if reference is None else reference
+        rows, labels = self._accepted([row], [label])
+        self.writer.write({"predictions": rows[0], "references": int(labels[0])})
 
     def add_batch(self, *, predictions: Any = None, references: Any = None) -> None:
         """Add the scores (b, L) and the true classes (b,) of a batch; nothing is stored if they are refused."""
@@ -165,205 +139,106 @@ class AverageKAccuracy(evaluate.Metric):
         for start in range(0, len(rows), ROWS):
             part = np.ascontiguousarray(rows[start : start + ROWS])
             offsets = np.arange(len(part) + 1, dtype=np.int32) * np.int32(part.shape[1])
-            self.writer.write_batch(
-                {
-                    "predictions": pa.ListArray.from_arrays(offsets, part.reshape(-1)),
-                    "references": pa.array(labels[start : start + ROWS]),
-                }
-            )
+            scores, ids = pa.ListArray.from_arrays(offsets, part.reshape(-1)), pa.array(labels[start : start + ROWS])
+            self.writer.write_batch({"predictions": scores, "references": ids})
 
     def _accepted(self, predictions: Any, references: Any) -> tuple[np.ndarray, np.ndarray]:
         """Checked rows and labels, and a writer that is ready for them."""
-        rows, labels = _checked(predictions, references)
-        num_labels = self._stored_labels()
-        if num_labels not in (None, rows.shape[1]):
-            raise ValueError(
-                f"predictions for {rows.shape[1]} classes after predictions for {num_labels}: all images of one"
-                " evaluation need the same classes. Call `compute` between two evaluations."
-            )
+        rows, labels = _images(predictions, references)
         if self.writer is None:
             self._num_labels = rows.shape[1]
             self.selected_feature_format = self.features
             self._init_writer()
+        if self._num_labels != rows.shape[1]:
+            raise ValueError(
+                f"scores for {rows.shape[1]} classes after scores for {self._num_labels}: all images of one evaluation"
+                " need the same classes. Call `compute` between two evaluations."
+            )
         return rows, labels
 
     def compute(
-        self,
-        *,
-        predictions: Any = None,
-        references: Any = None,
-        k: float | None = None,
-        lambda_val: float | None = None,
-        calibrate: bool = False,
-        kind: str | None = None,
-        train_counts: Any = None,
+        self, *, predictions: Any = None, references: Any = None, **asked: Any
     ) -> dict[str, float | list[int]] | None:
         """Compute the metric for all images added, and forget them.
 
         Wrong arguments are refused before the images are forgotten, so that a corrected call finds them.
         """
         if predictions is not None or references is not None:
-            predictions, references = _checked(predictions, references)
-            num_labels = predictions.shape[1]
-        else:
-            num_labels = self._stored_labels()
-            if num_labels is None:
-                raise ValueError("no images: call `add` or `add_batch` first, or give `predictions` and `references`.")
-        k, lambda_val, train_counts = _arguments(k, lambda_val, calibrate, kind, train_counts, num_labels)
+            predictions, references = _images(predictions, references)
+        elif self.writer is None:
+            raise ValueError("no images: call `add` or `add_batch` first, or give `predictions` and `references`.")
+        asked = _asked(self._num_labels if predictions is None else predictions.shape[1], **asked)
+        found = super().compute(predictions=predictions, references=references, **asked)
+        if isinstance(found, Exception):
+            raise found
+        return found
+
+    def _compute(self, **asked: Any) -> dict[str, float | list[int]] | Exception:
         try:
-            return super().compute(
-                predictions=predictions,
-                references=references,
-                k=k,
-                lambda_val=lambda_val,
-                calibrate=calibrate,
-                kind=kind,
-                train_counts=train_counts,
-            )
-        except Exception:
-            self._forget()
-            raise
-
-    def _compute(
-        self,
-        predictions: np.ndarray,
-        references: np.ndarray,
-        k: float,
-        lambda_val: float | None = None,
-        calibrate: bool = False,
-        kind: str | None = None,
-        train_counts: np.ndarray | None = None,
-    ) -> dict[str, float | list[int]]:
-        return average_k_accuracy(predictions, references, k, lambda_val, calibrate, kind, train_counts)
-
-    def _forget(self) -> None:
-        """Remove what a failed computation leaves behind: its file would stay, and its lock delay the next one."""
-        if self.data is None:  # it failed before there was a file; the paths are old ones that others may use now
-            return
-        self.data = self.buf_writer = None
-        for path, lock in zip(self.file_paths or (), self.filelocks or (), strict=True):
-            os.remove(path)
-            lock.release()
-
-    def _stored_labels(self) -> int | None:
-        """The number of classes of the images stored so far, None where there are none."""
-        return None if self.writer is None else self._num_labels
+            return average_k_accuracy(asked.pop("predictions"), asked.pop("references"), **asked)
+        except Exception as error:  # raised later: `evaluate` would leave its file behind, locked
+            return error
 
 
-def _scored(rows: np.ndarray, kind: str | None) -> Iterator[torch.Tensor]:
+def _scored(rows: np.ndarray, kind: str) -> Iterator[torch.Tensor]:
     """The scores of the next images, (b, L), one batch after the other."""
     for start in range(0, len(rows), ROWS):
-        batch = torch.from_numpy(np.array(rows[start : start + ROWS]))  # a copy: it may be read-only, or reversed
-        if kind in SCORES:
-            batch = SCORES[kind](batch)  # not `score`: a class masked with -inf has probability 0 here
-            broken = batch.isnan().any(1).nonzero()  # (number of such rows, 1)
-            if len(broken):
-                raise ValueError(
-                    f"the {kind} of predictions[{start + int(broken[0])}] is NaN: its logits are infinite. Check the"
-                    " model; float32 in place of float16 usually cures it."
-                )
-        yield batch
+        batch = np.array(rows[start : start + ROWS])  # a copy: it may be read-only, or reversed
+        yield KINDS[kind](torch.from_numpy(batch))  # not `score`: a class masked with -inf has probability 0 here
 
 
-def _arguments(
-    k: float, lambda_val: float | None, calibrate: bool, kind: str | None, train_counts: Any, num_labels: int
-) -> tuple[float, float | None, np.ndarray | None]:
-    """K, lambda_val and train_counts as plain numbers and an array; wrong arguments are refused."""
-    k = check_k(_plain(k), num_labels)
-    if calibrate and lambda_val is not None:
+def _asked(
+    num_labels: int,
+    k: float | None = None,
+    lambda_val: float | None = None,
+    calibrate: bool = False,
+    kind: str = "scores",
+    train_counts: Any = None,
+) -> dict[str, Any]:
+    """The arguments by name, with plain numbers in place of scalars of numpy and torch; wrong ones are refused."""
+    k, lambda_val = (value.item() if getattr(value, "ndim", None) == 0 else value for value in (k, lambda_val))
+    check_k(k, num_labels)
+    check_choice("kind", kind, KINDS)
+    if not (lambda_val is None if calibrate else is_number(lambda_val)):
         raise ValueError(
-            f"lambda_val={lambda_val!r} and calibrate=True contradict each other: keep `lambda_val` to evaluate with a"
-            " threshold from validation, or `calibrate=True` to compute it on the given images."
+            f"lambda_val={lambda_val!r} with calibrate={calibrate!r}: give either a number from validation images"
+            " (`average_k_threshold(scores, k)`), or, if these are the validation images, `calibrate=True` alone."
         )
-    if not calibrate and lambda_val is None:
-        raise ValueError(
-            "no threshold: give `lambda_val=...` from validation images (`avgk_hf.average_k_threshold(scores, k)`),"
-            " or, if these are the validation images, `calibrate=True`."
-        )
-    lambda_val = None if lambda_val is None else _number("lambda_val", _plain(lambda_val))
-    if kind is not None and kind not in KINDS:
-        raise ValueError(f"kind={kind!r} is unknown: use one of {', '.join(map(repr, KINDS))}, or None for scores.")
     if train_counts is not None:
-        train_counts = np.asarray(train_counts)
-        if train_counts.shape != (num_labels,):
-            raise ValueError(
-                f"train_counts of shape {train_counts.shape} for {num_labels} classes: give the number of training"
-                f" images of each class, shape ({num_labels},)."
-            )
-    return k, lambda_val, train_counts
+        train_counts = check_train_counts(train_counts, num_labels)
+    return {"k": k, "lambda_val": lambda_val, "calibrate": calibrate, "kind": kind, "train_counts": train_counts}
 
 
-def _number(name: str, value: Any) -> float:
-    if not is_number(value):
-        raise ValueError(f"{name}={value!r} is not a number; take it from `avgk_hf.average_k_threshold(scores, k)`.")
-    return value
-
-
-def _plain(value: Any) -> Any:
-    """A Python number in place of a numpy or torch scalar."""
-    return value.item() if isinstance(value, (np.generic, np.ndarray, torch.Tensor)) and value.ndim == 0 else value
-
-
-def _checked(predictions: Any, references: Any) -> tuple[np.ndarray, np.ndarray]:
-    """Float32 rows (n, L) and int64 labels (n,); anything else is refused with its place."""
-    if predictions is None or references is None:
-        missing = "predictions" if predictions is None else "references"
-        raise ValueError(f"{missing} are missing: both `predictions` and `references` are needed.")
-    rows = _rows(predictions)
-    labels = _array(references)
-    if rows.ndim and len(rows) == 0:
-        raise ValueError("predictions are empty: at least one image is needed. Is the dataset empty?")
-    if rows.ndim != 2 or rows.shape[1] == 0:
-        raise ValueError(
-            f"predictions of shape {rows.shape}: expected (images, classes), the scores of all classes and not the"
-            " predicted class."
-        )
-    if rows.dtype.kind not in "fiub":
-        raise ValueError(f"predictions of type {rows.dtype}: expected numbers, the scores or logits of all classes.")
-    if labels.shape != (len(rows),):
-        raise ValueError(
-            f"references of shape {labels.shape} for {len(rows)} predictions: expected one class id for each row."
-        )
-    if labels.dtype.kind not in "iu":
-        raise ValueError(f"references of type {labels.dtype}: expected class ids, integers in [0, {rows.shape[1]}).")
-    outside = np.flatnonzero((labels < 0) | (labels >= rows.shape[1]))
-    if len(outside):
-        raise ValueError(
-            f"references[{outside[0]}]={labels[outside[0]]} is no class id: with scores for {rows.shape[1]} classes it"
-            f" has to lie in [0, {rows.shape[1]}). Leave out images without a label."
-        )
+def _images(scores: Any, labels: Any) -> tuple[np.ndarray, np.ndarray]:
+    """Float32 rows (n, L) without NaN and int64 labels (n,), each in [0, L); anything else is refused."""
+    rows, labels = _array("scores", scores), _array("labels", labels)
+    if rows.size == 0:
+        raise ValueError(f"scores of shape {rows.shape} are empty: at least one image is needed, and its classes.")
+    # of the scores only the shape: torch takes no array that is read-only or reversed without a copy
+    labels = labels.astype(np.int64 if labels.dtype.kind in "iu" else labels.dtype)
+    labels = checked_labels(torch.empty(()).expand(rows.shape), labels)
     rows = rows.astype(np.float32, copy=False)
     if math.isnan(rows.max()):
-        place = np.flatnonzero(np.isnan(rows).any(1))[0]
+        row = int(np.isnan(rows).any(1).argmax())
+        raise ValueError(f"NaN among the scores of image {row}: NaN is in no set. Check the logits of the model.")
+    return rows, labels.numpy()
+
+
+def _array(name: str, values: Any) -> np.ndarray:
+    """One array of numbers, from a list of tensors or a column of rows too."""
+    try:
+        if isinstance(values, (list, tuple)) and values and isinstance(values[0], torch.Tensor):
+            values = torch.stack(values)
+        if isinstance(values, torch.Tensor):  # numpy knows neither bfloat16 nor other devices
+            values = values.detach().cpu().float() if values.is_floating_point() else values.cpu()
+        array = np.asarray(values)
+        array = np.asarray([*values]) if array.dtype == object else array
+        reason = f"they are of type {array.dtype}"
+    except (TypeError, ValueError, RuntimeError) as error:
+        array, reason = np.empty(0, object), str(error)
+    if array.dtype.kind not in "fiu":
         raise ValueError(
-            f"NaN in predictions[{place}]: NaN can be in no set. Check the model; a lower learning rate or float32"
-            " usually cures it."
+            f"{name} of type {type(values).__name__} are no array of real numbers ({reason}): give scores of shape"
+            " (images, classes) and labels of shape (images,)."
         )
-    return rows, labels.astype(np.int64, copy=False)
-
-
-def _rows(predictions: Any) -> np.ndarray:
-    """The predictions as one array; rows of different length are refused."""
-    array = _array(predictions) if hasattr(predictions, "__array__") else None
-    if array is not None and array.dtype != np.dtype(object):
-        return array
-    if isinstance(predictions, (str, bytes)) or not isinstance(predictions, Iterable):
-        raise ValueError(
-            f"predictions of type {type(predictions).__name__}: expected (images, classes), the scores of all classes."
-        )
-    rows = [_array(row) for row in predictions]
-    for i, row in enumerate(rows):
-        if row.shape != rows[0].shape:
-            raise ValueError(
-                f"predictions[{i}] has shape {row.shape} and predictions[0] {rows[0].shape}: every image needs a score"
-                " for every class."
-            )
-    return np.stack(rows) if rows else np.empty((0, 0), np.float32)
-
-
-def _array(values: Any) -> np.ndarray:
-    if isinstance(values, torch.Tensor):
-        values = values.detach().cpu()
-        # numpy knows no bfloat16
-        return (values.float() if values.is_floating_point() else values).numpy()
-    return np.asarray(values)
+    return array
