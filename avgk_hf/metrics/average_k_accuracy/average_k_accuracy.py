@@ -19,7 +19,7 @@ import torch
 
 from avgk_hf.checks import check_choice, is_number
 from avgk_hf.scores import SCORES
-from avgk_hf.sets import AverageKThreshold, check_k
+from avgk_hf.sets import AverageKThreshold, check_k, score_matrix
 from avgk_hf.statistics import SetStatistics, check_train_counts, checked_labels
 
 KINDS = {"scores": lambda scores: scores, **SCORES}
@@ -216,7 +216,7 @@ def _images(scores: Any, labels: Any) -> tuple[np.ndarray, np.ndarray]:
         raise ValueError(f"scores of shape {rows.shape} are empty: at least one image is needed, and its classes.")
     # of the scores only the shape: torch takes no array that is read-only or reversed without a copy
     labels = labels.astype(np.int64 if labels.dtype.kind in "iu" else labels.dtype)
-    labels = checked_labels(torch.empty(()).expand(rows.shape), labels)
+    labels = checked_labels(score_matrix(torch.empty(()).expand(rows.shape)), labels)
     rows = rows.astype(np.float32, copy=False)
     if math.isnan(rows.max()):
         row = int(np.isnan(rows).any(1).argmax())
