@@ -44,7 +44,6 @@ from .sets import check_k, k_key
 
 FILE = "calibration.json"
 FIELDS = ("thresholds", "heads", "calibration")  # of a config
-READ = (*FIELDS, "score", "head", "k", "num_labels")
 MOST_ANSWERS = 100  # that are remembered, because visitors may ask anything
 DETAILS = ("head_thresholds", "coverage", "curve")  # of its `calibration`, kept in the file
 HUB = ("cache_dir", "force_download", "local_files_only", "token", "revision", "subfolder")  # where a file is
@@ -96,8 +95,11 @@ class Calibration:
     @classmethod
     def of(cls, config: Any) -> "Calibration":
         """What a config of any class holds; the same object as long as its fields stay the same."""
-        thresholds, heads, record, *others = (getattr(config, name, None) for name in READ)
-        key = (*(tuple(part.items()) if isinstance(part, Mapping) else part for part in (thresholds, heads)), *others)
+        fields = vars(config)  # at once, because transformers takes a microsecond for each
+        record, labels = fields.get("calibration"), fields.get("id2label", ())
+        parts = (fields.get("thresholds"), fields.get("heads"))
+        key = (*(tuple(part.items()) if isinstance(part, dict) else part for part in parts), len(labels))
+        key += (fields.get("score"), fields.get("head"), fields.get("k"))
         found = cls._made.get(id(config))
         if found is None or found[0]() is not config or found[1] != key or found[2].record is not record:
             forget = partial(cls._made.pop, id(config))

@@ -15,6 +15,8 @@ from .checks import check_choice, is_number
 from .conformal import METHODS, check_level
 from .sets import best_first
 
+LARGE = 1e-3  # a probability that few classes reach
+
 
 @dataclass(frozen=True)
 class Question:
@@ -108,7 +110,7 @@ class Answer:
 
     def _of_image(self, row: np.ndarray) -> np.ndarray:
         if self.most is None:
-            found = best_first(row, np.flatnonzero(self.inside(row, None, None)))
+            found = best_first(row, self.inside(row, None, None).nonzero()[0])
         else:
             found = self._by_sums(row)
         if len(found) < self.min_size:  # members come first: thresholds per class may leave out better ones
@@ -117,12 +119,14 @@ class Answer:
         return found if self.max_size is None else found[: self.max_size]
 
     def _by_sums(self, row: np.ndarray) -> np.ndarray:
-        # a class below this has more than `most` before it, and sorting all of them takes longest
-        least = (float(row.sum()) - 1e-3 - self.most) / len(row)
-        order = best_first(row, np.flatnonzero(row >= least))
-        scores = row[order]
-        before = np.zeros(len(order))  # in double precision, where sums close to 1 can still be told apart
-        np.cumsum(scores[:-1], dtype=np.float64, out=before[1:])
+        for least in (LARGE, -np.inf):  # sorting all classes takes longest, and few are usually enough
+            order = best_first(row, (row >= least).nonzero()[0])
+            scores = row[order]
+            sums = scores.cumsum(dtype=np.float64)  # where those close to 1 can still be told apart
+            if len(order) and sums[-1] > self.most:  # so much stands before every class that was left out
+                break
+        before = np.zeros(len(order))
+        before[1:] = sums[:-1]
         return order[self.inside(scores, before, np.arange(1, len(order) + 1))]
 
 

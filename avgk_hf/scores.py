@@ -62,14 +62,16 @@ def score(logits: Tensor, kind: str = "softmax", first: int = 0) -> Tensor:
         kind: `"softmax"`, `"sigmoid"` or `"logit"`.
         first: Number of the first image, for messages.
     """
-    check_choice("score", kind, SCORES)
+    if kind not in SCORES:
+        check_choice("score", kind, SCORES)
     check_finite(logits, first)
     return SCORES[kind](logits.float())
 
 
 def head_scores(logits: Tensor, sccp_logits: Tensor | None, head: str = "ml", kind: str = "softmax") -> Tensor:
     """The scores (n, L) of one head, or the mean of both heads' scores; the arguments are those of `all_scores`."""
-    check_choice("head", head, HEADS)
+    if head not in HEADS:
+        check_choice("head", head, HEADS)
     if head != "ml" and sccp_logits is None:
         raise ValueError(f"head={head!r} needs the SCCP head, and this model has none: use `head='ml'`.")
     if head == "mean":

@@ -317,7 +317,7 @@ def ranked_sets(scores: Tensor, sets: Tensor) -> list[list[int]]:
 
 def best_first(row: np.ndarray, classes: np.ndarray) -> np.ndarray:
     """Classes (m,) in the order of their scores in `row` (L,); equal scores in the order of their ids."""
-    return classes[np.argsort(-row[classes], kind="stable")]
+    return classes[(-row[classes]).argsort(kind="stable")]
 
 
 def ranked_mass(scores: Tensor) -> tuple[Tensor, Tensor]:

@@ -9,10 +9,16 @@ os.environ.setdefault("HF_HUB_OFFLINE", "1")
 
 import torch
 
-from . import calibration, evaluation, loss, reading
+from . import calibration, evaluation, loss, prediction, reading
 from .measure import Table
 
-PARTS = {"loss": loss, "calibration": calibration, "evaluation": evaluation, "reading": reading}
+PARTS = {
+    "loss": loss,
+    "calibration": calibration,
+    "prediction": prediction,
+    "evaluation": evaluation,
+    "reading": reading,
+}
 README = Path(__file__).with_name("README.md")
 BEGIN, END = "<!-- tables: begin -->\n", "<!-- tables: end -->\n"
 
