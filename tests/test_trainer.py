@@ -290,24 +290,22 @@ def test_what_a_calibration_stores(make_trainer, make_model, splits):
         trainer.evaluate()
         config = trainer.model.config
         head = config.heads["2"] if config.head == "auto" else config.head
-        statistics = trainer._statistics[head]  # of the head that answers for the model's own K
-        assert config.calibration == {
+        statistics = trainer.evaluation.statistics[head]  # of the head that answers for the model's own K
+        found = Calibration.of(config)
+        assert found.source == {
             "num_examples": 30,
             "dataset": "trees",
             "split": "validation",
             "date": datetime.datetime.now(datetime.timezone.utc).date().isoformat(),
             "step": 0,
             "head": head,
-            "curve": statistics.curve(),
         }
-        assert (
-            Calibration.of(config).coverage == statistics.coverage([0.5, 0.9], True, 2)
-            and Calibration.of(config).coverage["k_reg"] == 2
-        )
-        assert set(config.calibration["head_thresholds"]) == (set(HEADS) if config.sccp_head else set())
+        assert found.curve == statistics.curve()
+        assert found.coverage == statistics.coverage([0.5, 0.9], True, 2) and found.coverage["k_reg"] == 2
+        assert set(found.thresholds) == (set(HEADS) if config.sccp_head else {"ml"})
         assert set(config.heads) == ({"1", "1.5", "2", "3"} if config.head == "auto" else set())
         for key, lambda_val in config.thresholds.items():
-            answers = trainer._statistics[config.heads.get(key, head)]
+            answers = trainer.evaluation.statistics[config.heads.get(key, head)]
             assert lambda_val == answers.compute()[float(key)]["lambda_val"]
     part = torch.utils.data.Subset(trainer.eval_dataset, range(20))  # which does not say what it is
     for dataset, n, split in ((part, 20, "validation"), (prepare(splits["test"], config), 30, "test")):

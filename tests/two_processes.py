@@ -94,7 +94,7 @@ def evaluations(folder: Path, images: str) -> dict[str, dict]:
         args = AvgKTrainingArguments(str(folder / "none"), disable_tqdm=True, dataloader_drop_last=True, **arguments)
         trainer = AvgKTrainer(model, args, eval_dataset=data)
         metrics = trainer.evaluate()
-        held = max(len(statistics.stream._held) for statistics in trainer._statistics.values())
+        held = max(len(statistics.stream._held) for statistics in trainer.evaluation.statistics.values())
         prediction = trainer.predict(data)
         timeless = {
             name: value
