@@ -39,7 +39,7 @@ from .checks import is_number, read_json
 from .conformal import METHODS, check_coverage, enough_images, level_key
 from .files import write_text
 from .questions import Answer, Question, at_least
-from .scores import HEADS
+from .scores import HEADS, PROBABILITIES, SUM_TO_ONE
 from .sets import check_k, k_key
 
 FILE = "calibration.json"
@@ -55,7 +55,7 @@ class Calibration:
     Attributes:
         k: The model's own average set size, or of a classifier that has none the smallest that was calibrated.
         ks: All that were calibrated, ascending; empty for a model that was not.
-        score: What is thresholded, as in `sets.score`.
+        score: What is thresholded, as in `scores.score`; `probabilities` says whether it is one.
         thresholds: {head: {K: lambda_val}}.
         coverage: What answers by coverage, of the head `source_head`.
         curve: The trade-off, of the same head.
@@ -69,6 +69,7 @@ class Calibration:
         record = record if isinstance(record, Mapping) else {}
         self.num_labels: int = config.num_labels
         self.score: str = getattr(config, "score", "softmax")
+        self.probabilities = self.score in PROBABILITIES
         self._head: str = getattr(config, "head", "ml")
         self.source = {name: value for name, value in record.items() if name not in DETAILS}
         own = self._checked(getattr(config, "thresholds", None) or {}, "config.thresholds")
@@ -87,7 +88,7 @@ class Calibration:
         for k, lambda_val in own.items():
             self.thresholds.setdefault(self._chosen.get(k, self.source_head), {})[k] = lambda_val
         self.coverage: dict[str, Any] = record.get("coverage") or {}
-        check_coverage(self.coverage, self.num_labels, self.score != "logit")
+        check_coverage(self.coverage, self.num_labels, self.probabilities)
         self.curve: list[list[float]] = record.get("curve") or []
         self._check_curve()
         self._answers: dict[Question, Answer] = {}
@@ -207,11 +208,15 @@ class Calibration:
             )
         if head == self.source_head:
             found = {**{row[0]: row[1] for row in self.curve}, **found}
-        return _interpolated(found, k, self.score)
+        return _interpolated(found, k, self.probabilities)
 
     def levels(self, method: str = "lac", per_class: bool = False) -> list[float]:
         """The coverage levels that can be asked for, ascending; none where another head answers than was measured."""
-        if not self.coverage or self.source_head != self.head() or (METHODS[method].sums and self.score != "softmax"):
+        if (
+            not self.coverage
+            or self.source_head != self.head()
+            or (METHODS[method].sums and self.score not in SUM_TO_ONE)
+        ):
             return []
         return sorted(map(float, self.coverage.get("per_class" if per_class else method, ())))
 
@@ -274,7 +279,7 @@ class Calibration:
         return Answer(head, inside, most if method.sums else None, **bounds, lambda_val=lambda_val)
 
     def _check_sums(self, asked: str, remedy: str) -> None:
-        if self.score != "softmax":
+        if self.score not in SUM_TO_ONE:
             raise ValueError(f"{asked} sums probabilities, and score={self.score!r} does not sum to 1{remedy}.")
 
     def _asked(self, k: float | None) -> float:
@@ -298,7 +303,7 @@ class Calibration:
                 raise ValueError(f"{name} has the key {key!r}: {error}") from None
             if not is_number(lambda_val) or math.isinf(lambda_val):
                 reason = "is not a finite number"
-            elif self.score != "logit" and not 0 <= lambda_val <= 1:
+            elif self.probabilities and not 0 <= lambda_val <= 1:
                 reason = f"is no probability, and score={self.score!r} gives probabilities"
             else:
                 continue
@@ -325,14 +330,14 @@ class Calibration:
         self._checked(rows, "calibration.curve")
 
 
-def _interpolated(thresholds: Mapping[float, float], k: float, kind: str) -> float:
+def _interpolated(thresholds: Mapping[float, float], k: float, probabilities: bool) -> float:
     """lambda_val between the nearest recorded K; the formula is in `Calibration.threshold`."""
     if k in thresholds:
         return thresholds[k]
     below, above = max(size for size in thresholds if size < k), min(size for size in thresholds if size > k)
     high, low = thresholds[below], thresholds[above]
     t = math.log(k / below) / math.log(above / below)
-    if kind == "logit" or min(low, high) <= 0:  # the logarithm of 0 would end all interpolation
+    if not probabilities or min(low, high) <= 0:  # the logarithm of 0 would end all interpolation
         return (1 - t) * high + t * low
     return math.exp((1 - t) * math.log(high) + t * math.log(low))
 

@@ -28,7 +28,7 @@ from .modeling import AvgKForImageClassification
 from .monitor import SetSizeMonitor
 from .processes import gather_list, rank, sum_over_processes, world_size
 from .questions import Question
-from .scores import HEADS, NotFinite, all_scores
+from .scores import HEADS, SUM_TO_ONE, NotFinite, all_scores
 from .sets import check_k, k_key, metric_name
 from .statistics import SetStatistics
 
@@ -82,7 +82,7 @@ class Evaluation:
             asked = {question_name(c, method, per_class): (c, method, per_class) for c in self.levels}
             answers = {name: calibration.answer(_by_coverage(*how)) for name, how in asked.items()}
             self.answer = calibration.answer(Question())
-        sums = calibrate and self.score == "softmax" and bool(self.levels)
+        sums = calibrate and self.score in SUM_TO_ONE and bool(self.levels)
         self.statistics = {
             head: SetStatistics(
                 ks if of_head is None else list(of_head),

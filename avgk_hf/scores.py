@@ -15,6 +15,7 @@ SCORES = {
     "sigmoid": lambda logits: logits.sigmoid(),
     "logit": lambda logits: logits,
 }
+PROBABILITIES, SUM_TO_ONE = ("softmax", "sigmoid"), ("softmax",)  # what is known of some of them
 HEADS = ("ml", "sccp", "mean")
 
 

@@ -66,7 +66,7 @@ class Answers:
         calibration = Calibration.of(self.config)
         calibration.threshold()  # refuses a model without
         self.k, self.ks, self.levels = float(calibration.k), calibration.ks, calibration.levels()
-        self.source, self.score = calibration.source, calibration.score
+        self.source, self.probabilities = calibration.source, calibration.probabilities
         self.heads = {calibration.head(k): k for k in self.ks}  # one, unless `head="auto"`
 
     def scores(self, pixels: Tensor) -> dict[str, Tensor]:
@@ -95,13 +95,13 @@ class Answers:
         order = own.argsort(descending=True, stable=True).tolist()
         below = list(islice((j for j in order if j not in inside), RUNNERS_UP))
         ends = [lambda_val, *(values[j] for j in (*shown, *below))]
-        low, high = (min(ends), max(ends)) if self.score == "logit" else (0.0, 1.0)  # logits have no fixed range
+        low, high = (0.0, 1.0) if self.probabilities else (min(ends), max(ends))  # logits have no fixed range
 
         def place(value: float) -> float:
             return 100 * (value - low) / ((high - low) or 1)
 
         def row(j: int) -> dict[str, Any]:
-            tiny = self.score != "logit" and values[j] < 0.001
+            tiny = self.probabilities and values[j] < 0.001
             text = "< 0.001" if tiny else f"{values[j]:.3f}"
             return {"id": j, "label": self.config.id2label[j], "bar": place(values[j]), "score": text}
 

@@ -14,6 +14,11 @@ from .glyphs import load_glyphs
 from .plantnet import is_plantnet, load_plantnet
 
 MOST_CLASSES = 1_000_000
+# archives as their authors publish them: how each is known, and what reads it for a column of classes
+ARCHIVES = (
+    (is_cifar_archive, lambda folder, column: load_cifar(folder, coarse=column == "coarse_label")),
+    (is_plantnet, lambda folder, column: load_plantnet(folder)),
+)
 
 
 def load_splits(
@@ -52,12 +57,11 @@ def load_splits(
     folder = Path(dataset)
     if dataset != "glyphs" and folder.is_dir() and not allow_outside:
         check_folder(folder)
+    load_archive = next((load for is_known, load in ARCHIVES if is_known(folder)), None)
     if dataset == "glyphs":
         splits = load_glyphs(seed)
-    elif is_cifar_archive(folder):
-        splits = load_cifar(folder, coarse=label_column == "coarse_label")
-    elif is_plantnet(folder):
-        splits = load_plantnet(folder)
+    elif load_archive is not None:
+        splits = load_archive(folder, label_column)
     else:
         splits = _read(dataset, config_name, label_column, allow_outside)
         splits = _to_contract(splits, dataset, {"image": image_column, "label": label_column}, unlabelled)
