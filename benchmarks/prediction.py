@@ -49,7 +49,7 @@ def run() -> Iterator[Table]:
     table = Table(
         "Time of a set",
         f"Microseconds from the logits of one image, which gets 5 classes at K = 5, L = {NUM_LABELS}, to the classes"
-        " of its set: the config's fields are looked at, the question is looked up, softmax, comparison and ranking. One"
+        " of its set: the config's fields are looked at, the question is looked up, softmax, comparison, ranking. One"
         " thread, CPU time, the best of 11 rounds.",
     )
     measured = times({name: partial(predict, question) for name, question in QUESTIONS.items()})
