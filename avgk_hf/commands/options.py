@@ -1,6 +1,7 @@
 """Options that several commands have."""
 
-METHODS = ("lac", "aps", "raps")  # of coverage; conformal.py knows them too, but imports torch
+from ..conformal import METHODS
+
 BAD_IMAGES = {
     "choices": ("error", "skip"),
     "default": "error",
@@ -10,4 +11,4 @@ ALLOW_OUTSIDE = {
     "action": "store_true",
     "help": "let the dataset point out of itself: links, paths of images, addresses in its README",
 }
-METHOD = {"choices": METHODS, "default": "lac", "help": "how coverage is reached (%(default)s)"}
+METHOD = {"choices": list(METHODS), "default": "lac", "help": "how coverage is reached (%(default)s)"}
