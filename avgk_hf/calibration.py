@@ -308,7 +308,8 @@ class Calibration:
             else:
                 continue
             raise ValueError(
-                f"{name}[{key!r}]={lambda_val!r} {reason}. Take it out and calibrate again: `avgk calibrate MODEL"
+                f"{name}[{key!r}]={lambda_val!r} {reason}. Take the field out of"
+                f" {'config.json' if name.startswith('config') else FILE} and calibrate again: `avgk calibrate MODEL"
                 " DATASET`."
             )
         return found

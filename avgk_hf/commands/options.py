@@ -11,4 +11,4 @@ ALLOW_OUTSIDE = {
     "action": "store_true",
     "help": "let the dataset point out of itself: links, paths of images, addresses in its README",
 }
-METHOD = {"choices": list(METHODS), "default": "lac", "help": "how coverage is reached (%(default)s)"}
+METHOD = {"choices": METHODS, "default": "lac", "help": "how coverage is reached (%(default)s)"}
