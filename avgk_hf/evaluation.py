@@ -20,7 +20,7 @@ from transformers import PreTrainedModel, default_data_collator
 from .calibration import Calibration
 from .checks import check_choice, check_whole
 from .classifiers import forward, transform_for
-from .conformal import LEVELS, check_enough, check_level, enough_images, question_name
+from .conformal import LEVELS, METHODS, check_enough, check_level, enough_images, question_name
 from .data import align_labels, prepare, skip_bad_images
 from .data.datasets import ON_BAD_IMAGE
 from .losses import make_loss
@@ -79,8 +79,9 @@ class Evaluation:
         else:
             calibration = Calibration.of(config)
             given, answering = _stored(calibration, heads, ks), {calibration.head()}
-            asked = {question_name(c, method, per_class): (c, method, per_class) for c in self.levels}
-            answers = {name: calibration.answer(_by_coverage(*how)) for name, how in asked.items()}
+            how = {"method": method, "per_class": per_class}
+            asked = {question_name(c, **how): Question(coverage=c, **how) for c in self.levels}
+            answers = {name: calibration.answer(question) for name, question in asked.items()}
             self.answer = calibration.answer(Question())
         sums = calibrate and self.score in SUM_TO_ONE and bool(self.levels)
         self.statistics = {
@@ -183,10 +184,6 @@ class Evaluation:
         return self.statistics[Calibration.of(self.config).head(k)].set_sizes(k)
 
 
-def _by_coverage(level: float, method: str, per_class: bool) -> Question:
-    return Question(coverage=level, method=method, per_class=per_class)
-
-
 def _stored(calibration: Calibration, heads: Iterable[str], ks: Iterable[float]) -> dict[str, dict[float, float]]:
     """The thresholds of every head for the K that it was calibrated for; the head that answers must have them all."""
     found = {calibration.head(k): {} for k in ks}
@@ -283,14 +280,12 @@ def evaluate(
     check_whole("batch_size", batch_size, 1)
     check_whole("num_workers", num_workers)
     check_choice("on_bad_image", on_bad_image, ON_BAD_IMAGE)
-    labelled, k = "label" in dataset.column_names, list(k)
+    check_choice("method", method, METHODS)
+    labelled, k, skipped = "label" in dataset.column_names, list(k), {}
     if calibrate and monitor is not None:
         raise ValueError("a monitor compares other images with those of the calibration: evaluate with it afterwards.")
-    if not labelled and calibrate:
-        raise ValueError("the images have no labels: calibrate on labelled ones, split/<class>/image.jpg.")
-    if not labelled and (coverage is not None or per_class or method != "lac"):
-        raise ValueError("the images have no labels, so no coverage can be measured on them: ask for sizes only (k).")
-    skipped = {}
+    if not labelled:
+        _check_unlabelled(calibrate, coverage is not None or per_class or method != "lac")
     if on_bad_image == "skip":  # before anything is computed, because the threshold depends on the number of images
         dataset, number = skip_bad_images(dataset, str(dataset.split or dataset_name or "the dataset"), num_workers)
         skipped = {"skipped": number}
@@ -306,10 +301,10 @@ def evaluate(
     if calibrate:
         evaluation.store(dataset=dataset_name, split=str(dataset.split or "validation"))
     metrics = evaluation.metrics()
-    if isinstance(model, AvgKForImageClassification) and labelled:
-        metrics = {"loss": evaluation.loss_sum / len(dataset), **metrics}
     if not labelled:
         metrics = _of_sizes(metrics, len(dataset), monitor.k, evaluation.own_k)
+    elif isinstance(model, AvgKForImageClassification):
+        metrics = {"loss": evaluation.loss_sum / len(dataset), **metrics}
     seen = {} if monitor is None else monitor.watch(evaluation.set_sizes(monitor.k))
     return {**metrics, **seen, **skipped}
 
@@ -354,6 +349,13 @@ def run_model(
     loop(evaluations, batches, compute or on_device, batch_size, model.device)
 
 
+def _check_unlabelled(calibrate: bool, coverage: bool) -> None:
+    if calibrate:
+        raise ValueError("the images have no labels: calibrate on labelled ones, split/<class>/image.jpg.")
+    if coverage:
+        raise ValueError("the images have no labels, so no coverage can be measured on them: ask for sizes only (k).")
+
+
 def _of_sizes(metrics: Mapping[str, float], num_images: int, watched: float, own: float | None) -> dict[str, float]:
     """Of images without labels: the mean sizes, that of the watched K first and without its K."""
     sizes = {name: value for name, value in metrics.items() if name.startswith("mean_set_size")}
@@ -395,5 +397,5 @@ def _levels(
     if coverage is None and not levels and (per_class or method != "lac"):
         levels = [LEVELS[0]]  # to be refused with what is missing
     for level in levels:
-        calibration.answer(_by_coverage(level, method, per_class))
+        calibration.answer(Question(coverage=level, method=method, per_class=per_class))
     return levels

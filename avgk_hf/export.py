@@ -134,50 +134,26 @@ def export_onnx(
             importlib.import_module(name)
         except ImportError as error:
             raise ImportError(f"the export needs {name} ({error}): `pip install 'avgk_hf[onnx]'`.") from error
-    config, calibration = model.config, Calibration.of(model.config)
-    module = exportable(model, k)
-    k = calibration.k if k is None else k
-    head, lambda_val = calibration.head(k), calibration.threshold(k)
-    heads = {other: calibration.head(other) for other in calibration.ks}
-    served = sorted({k, *(other for other in heads if heads[other] == head)})  # also a K in between
-    thresholds = {k_key(other): calibration.threshold(other) for other in served}
-    transform = transform_for(model)
-    shape = transform.image(Image.new(transform.mode, (64, 64))).shape  # (C, H, W)
+    module, transform, processor = exportable(model, k), transform_for(model), _processor(model)
+    shape = tuple(transform.image(Image.new(transform.mode, (64, 64))).shape)  # (C, H, W)
     check_output_dir(out, "--out")
-    program = _to_onnx(module, tuple(shape), lambda_val, opset)
-    report = {
-        "inputs": {"pixel_values": ["batch", *shape], "lambda_val": []},
-        "outputs": {"scores": ["batch", config.num_labels], "set": ["batch", config.num_labels]},
-        "opset": program.model.opset_imports[""],
-        "k": json.loads(k_key(k)),  # as the keys of the thresholds have it
-        "score": calibration.score,
-        "head": head,
-        "thresholds": thresholds,
-    }
-    left_out = {k_key(other): f"its head is {heads[other]!r}" for other in heads if other not in served}
-    if left_out:
-        report["left_out"] = left_out
-    names = {str(i): config.id2label[i] for i in range(config.num_labels)}
-    processor = _processor(model)
+    report = _what_is_served(model, k, shape)
+    k, lambda_val = report["k"], report["thresholds"][k_key(report["k"])]
+    program = _to_onnx(module, shape, lambda_val, opset)
+    report["opset"] = program.model.opset_imports[""]
+    names = {str(i): model.config.id2label[i] for i in range(model.config.num_labels)}
     known = {name: report[name] for name in ("thresholds", "k", "score", "head", "opset")}
     for name, value in {**known, "id2label": names, "preprocessing": processor}.items():
         program.model.metadata_props[name] = json.dumps(value, ensure_ascii=False)
-    files = [MODEL, INT8] if int8 else [MODEL]
     with tempfile.TemporaryDirectory() as work:  # a graph that is refused, or a stop, leaves the folder as it was
         folder = Path(work)
         program.save(folder / MODEL)
-        report["largest_difference"] = _difference(model, module, folder / MODEL, tuple(shape), k, lambda_val)
+        report["largest_difference"] = _difference(model, module, folder / MODEL, shape, k, lambda_val)
         if int8:
             _quantise(folder / MODEL, folder / INT8)
-        report["bytes"] = {name: (folder / name).stat().st_size for name in files}
-        if dataset is not None:
-            report["split"], report["num_images"] = str(dataset.split or "the dataset"), len(dataset)
-            report["measured"] = {
-                name: measure_onnx(folder / name, dataset, model, thresholds, batch_size) for name in files
-            }
-            if int8:
-                plain, small = report["measured"].values()
-                report["int8_difference"] = {name: small[name] - plain[name] for name in plain}
+        report |= _measured(
+            model, folder, [MODEL, INT8] if int8 else [MODEL], dataset, report["thresholds"], batch_size
+        )
         write_text(folder / PROCESSOR, json.dumps(processor, indent=2) + "\n")
         write_text(folder / REPORT, json.dumps(report, indent=2) + "\n")
         with replacing(out) as new:
@@ -186,6 +162,43 @@ def export_onnx(
     if not int8:
         Path(out, INT8).unlink(missing_ok=True)  # of another model
     return report
+
+
+def _what_is_served(model: PreTrainedModel, k: float | None, shape: tuple[int, ...]) -> dict[str, Any]:
+    """Inputs and outputs of the graph, and the K that its head answers for, with their thresholds."""
+    config, calibration = model.config, Calibration.of(model.config)
+    k = calibration.k if k is None else k
+    head, heads = calibration.head(k), {other: calibration.head(other) for other in calibration.ks}
+    served = sorted({k, *(other for other in heads if heads[other] == head)})  # also a K in between
+    left_out = {k_key(other): f"its head is {heads[other]!r}" for other in heads if other not in served}
+    return {
+        "inputs": {"pixel_values": ["batch", *shape], "lambda_val": []},
+        "outputs": {"scores": ["batch", config.num_labels], "set": ["batch", config.num_labels]},
+        "k": json.loads(k_key(k)),  # as the keys of the thresholds have it
+        "score": calibration.score,
+        "head": head,
+        "thresholds": {k_key(other): calibration.threshold(other) for other in served},
+        **({"left_out": left_out} if left_out else {}),
+    }
+
+
+def _measured(
+    model: PreTrainedModel,
+    folder: Path,
+    files: list[str],
+    dataset: Dataset | None,
+    thresholds: dict[str, float],
+    batch_size: int,
+) -> dict[str, Any]:
+    """Sizes of the graphs and, on a dataset, how well they do and what 8 bits change."""
+    found: dict[str, Any] = {"bytes": {name: (folder / name).stat().st_size for name in files}}
+    if dataset is not None:
+        found |= {"split": str(dataset.split or "the dataset"), "num_images": len(dataset)}
+        results = {name: measure_onnx(folder / name, dataset, model, thresholds, batch_size) for name in files}
+        found["measured"] = results
+        if INT8 in results:
+            found["int8_difference"] = {name: results[INT8][name] - plain for name, plain in results[MODEL].items()}
+    return found
 
 
 def _to_onnx(module: SetClassifier, shape: tuple[int, ...], lambda_val: float, opset: int | None) -> Any:
