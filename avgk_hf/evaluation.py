@@ -1,7 +1,7 @@
 """The one loop over images: batches in, statistics and calibration out.
 
-It serves our model, classifiers of other packages and ONNX graphs, labelled images or not, one process or many;
-`AvgKTrainer`, the commands, the study and the export all call `loop`. No score matrix is kept: O(K n) memory.
+It serves our model, classifiers of other packages and ONNX graphs, labelled images or not, one process or many, for
+trainer, commands, study and export. No score matrix is kept: O(K n) memory.
 """
 
 import datetime
@@ -186,13 +186,13 @@ class Evaluation:
 
 def _stored(calibration: Calibration, heads: Iterable[str], ks: Iterable[float]) -> dict[str, dict[float, float]]:
     """The thresholds of every head for the K that it was calibrated for; the head that answers must have them all."""
-    found = {calibration.head(k): {} for k in ks}
+    found: dict[str, dict[float, float]] = {}
     for head in heads:
         known = calibration.thresholds.get(head) or {}
         for k in ks:
             if calibration.head(k) == head or (known and min(known) <= k <= max(known)):
                 found.setdefault(head, {})[k] = calibration.head_threshold(head, k)
-    return {head: found[head] for head in heads if head in found}
+    return found
 
 
 @torch.no_grad()
@@ -274,8 +274,7 @@ def evaluate(
             calibrating, where the sizes are K by construction. Images without labels always have one.
 
     Returns:
-        The metrics, as `AvgKTrainer.evaluate` names them, without prefix; with `on_bad_image="skip"` also the number
-        of images `skipped`.
+        The metrics, as `AvgKTrainer.evaluate` names them, without prefix; with `"skip"` also how many are `skipped`.
     """
     check_whole("batch_size", batch_size, 1)
     check_whole("num_workers", num_workers)
