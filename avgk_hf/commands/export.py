@@ -32,6 +32,8 @@ def run(args: argparse.Namespace) -> None:
     if not args.out and not Path(args.model).is_dir():
         raise ValueError("name a folder for the exported model with --out.")
     out = args.out or str(Path(args.model) / "onnx")
+    if not args.dataset and (args.label_map or args.labels_by_position):
+        raise ValueError("there are no classes to match without a dataset to measure on: name one with --dataset.")
     model = load_classifier(args.model)
     given = {"allow_outside": args.allow_outside, "allow_new_classes": True}  # the model's classes count
     splits = load_splits(args.dataset, **given) if args.dataset else {}
