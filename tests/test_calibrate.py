@@ -29,8 +29,6 @@ from avgk_hf.sets import average_k_threshold, predict_sets, ranked_sets
 from avgk_hf.statistics import SetStatistics
 from conftest import CLASSES, save_vit, write_images
 
-LABELS = dict(enumerate(CLASSES))
-
 
 @pytest.fixture(scope="module", params=["vit", "timm"])
 def classifier(request, tmp_path_factory):
@@ -44,10 +42,6 @@ def classifier(request, tmp_path_factory):
         config = {"num_classes": 6, "label_names": CLASSES}
         timm.models.save_for_hf(model, folder, model_config=config, safe_serialization=True)
     return folder
-
-
-def _ids(labels):
-    return {name: i for i, name in labels.items()}
 
 
 def test_calibrate_and_use_any_classifier(classifier, image_folder, splits, tmp_path, capsys):
@@ -241,6 +235,7 @@ def test_sets_of_the_classes_of_a_dataset(classifier, some_trees, image_folder, 
     assert "k=4.0 must be a number in [1, 4) for 4 classes" in capsys.readouterr().err
     assert main([*command, "--k", "1.5", "3", "--coverage", "0.8"]) == 0
     assert not said
+    assert "Sets hold only the 4 classes of that dataset" in (out / "README.md").read_text()
     model = load_classifier(str(out))
     found = Calibration.of(model.config)
     assert found.classes == [1, 2, 3, 4] and set(found.ks) == {1.5, 3}
