@@ -35,12 +35,12 @@ from typing import Any, ClassVar
 import numpy as np
 from transformers.utils import cached_file
 
-from .checks import is_number, read_json
+from .checks import check_ids, is_number, read_json
 from .conformal import METHODS, check_coverage, enough_images, level_key
 from .files import write_text
 from .questions import Answer, Question, at_least
-from .scores import HEADS, PROBABILITIES, SUM_TO_ONE
-from .sets import check_k, k_key
+from .scores import HEADS, PROBABILITIES, SUM_TO_ONE, head_scores
+from .sets import check_k, interpolated_threshold, k_key
 
 FILE = "calibration.json"
 FIELDS = ("thresholds", "heads", "calibration")  # of a config
@@ -60,6 +60,7 @@ class Calibration:
         coverage: What answers by coverage, of the head `source_head`.
         curve: The trade-off, of the same head.
         source: Where all of it comes from.
+        classes: The ids of those that sets are restricted to, None for all; `num_answers` is their number.
     """
 
     _made: ClassVar[dict[int, tuple[Any, tuple, "Calibration"]]] = {}  # by the id of configs that are in use
@@ -72,6 +73,8 @@ class Calibration:
         self.probabilities = self.score in PROBABILITIES
         self._head: str = getattr(config, "head", "ml")
         self.source = {name: value for name, value in record.items() if name not in DETAILS}
+        self.classes = check_ids("calibration.classes", self.source.get("classes"), self.num_labels)
+        self.num_answers = self.num_labels if self.classes is None else len(self.classes)
         own = self._checked(getattr(config, "thresholds", None) or {}, "config.thresholds")
         self.ks = sorted(own)
         self.k: float = config.k if hasattr(config, "k") else min(self.ks, default=1)
@@ -209,7 +212,11 @@ class Calibration:
             )
         if head == self.source_head:
             found = {**{row[0]: row[1] for row in self.curve}, **found}
-        return _interpolated(found, k, self.probabilities)
+        return interpolated_threshold(found, k, self.probabilities)
+
+    def scores(self, logits: Any, sccp_logits: Any = None, head: str = "ml") -> Any:
+        """The scores (n, L) of one head that its thresholds are for; -inf for classes that are left out."""
+        return head_scores(logits, sccp_logits, head, self.score, self.classes)
 
     def levels(self, method: str = "lac", per_class: bool = False) -> list[float]:
         """The coverage levels that can be asked for, ascending; none where another head answers than was measured."""
@@ -231,9 +238,9 @@ class Calibration:
         return found
 
     def _look_up(self, question: Question) -> Answer:
-        if question.min_size > self.num_labels:
+        if question.min_size > self.num_answers:
             raise ValueError(
-                f"min_size={question.min_size} must be a whole number in [0, {self.num_labels}], the classes."
+                f"min_size={question.min_size} must be a whole number in [0, {self.num_answers}], the classes."
             )
         bounds = {"min_size": question.min_size, "max_size": question.max_size}
         if question.coverage is not None:
@@ -290,7 +297,7 @@ class Calibration:
                 "this model has no thresholds, so it cannot predict sets: calibrate it on validation images with"
                 " `trainer.evaluate()`, or with `avgk calibrate MODEL DATASET`."
             )
-        return check_k(self.k if k is None else k, self.num_labels)
+        return check_k(self.k if k is None else k, self.num_answers)
 
     def _checked(self, thresholds: Any, name: str) -> dict[float, float]:
         """Thresholds {K as text: lambda_val} that were not edited or damaged, by number."""
@@ -299,7 +306,7 @@ class Calibration:
         found = {}
         for key, lambda_val in thresholds.items():
             try:
-                found[check_k(float(key), self.num_labels)] = lambda_val
+                found[check_k(float(key), self.num_answers)] = lambda_val
             except (ValueError, TypeError) as error:
                 raise ValueError(f"{name} has the key {key!r}: {error}") from None
             if not is_number(lambda_val) or math.isinf(lambda_val):
@@ -330,18 +337,6 @@ class Calibration:
         except (TypeError, ValueError, IndexError, KeyError, OverflowError):
             raise ValueError("calibration.curve is damaged: calibrate again with `avgk calibrate`.") from None
         self._checked(rows, "calibration.curve")
-
-
-def _interpolated(thresholds: Mapping[float, float], k: float, probabilities: bool) -> float:
-    """lambda_val between the nearest recorded K; the formula is in `Calibration.threshold`."""
-    if k in thresholds:
-        return thresholds[k]
-    below, above = max(size for size in thresholds if size < k), min(size for size in thresholds if size > k)
-    high, low = thresholds[below], thresholds[above]
-    t = math.log(k / below) / math.log(above / below)
-    if not probabilities or min(low, high) <= 0:  # the logarithm of 0 would end all interpolation
-        return (1 - t) * high + t * low
-    return math.exp((1 - t) * math.log(high) + t * math.log(low))
 
 
 def _plain(thresholds: Mapping[float, float]) -> dict[str, float]:

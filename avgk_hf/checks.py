@@ -54,6 +54,23 @@ def check_choice(name: str, value: Any, choices: Iterable[str]) -> str:
     return value
 
 
+def check_ids(name: str, ids: Any, number: int) -> list[int] | None:
+    """Return some of the ids in [0, number), ascending, or None, and refuse anything else.
+
+    Example:
+        >>> check_ids("classes", [0, 7], 6)
+        Traceback (most recent call last):
+        ...
+        ValueError: classes must list ids below 6 in ascending order: calibrate again with `avgk calibrate`.
+    """
+    whole = isinstance(ids, list) and all(type(i) is int and 0 <= i < number for i in ids)
+    if ids is not None and not (whole and ids and ids == sorted(set(ids))):
+        raise ValueError(
+            f"{name} must list ids below {number} in ascending order: calibrate again with `avgk calibrate`."
+        )
+    return ids
+
+
 def read_json(path: Path) -> dict[str, Any]:
     """What a JSON file maps; a missing or damaged one is refused with its name."""
     try:

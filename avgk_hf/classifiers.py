@@ -6,6 +6,7 @@ from typing import Any
 
 import timm
 import torch
+from accelerate import PartialState
 from safetensors import SafetensorError
 from torch import Tensor
 from transformers import (
@@ -25,7 +26,6 @@ from .data.transforms import ImageTransform, ProcessorTransform
 from .files import write_text
 from .modeling import AvgKForImageClassification
 from .pipeline import check_processor
-from .scores import score
 from .weights import check_folder, refuse_adapter
 
 # what calibrating adds to the config of a classifier of another class
@@ -57,6 +57,11 @@ def load_classifier(name: str) -> PreTrainedModel:
     except ValueError as error:
         raise ValueError(f"{folder / 'config.json'}: {error}") from None
     return model
+
+
+def best_device() -> torch.device:
+    """This process's accelerator, or the CPU where there is none; it joins the other processes, if there are any."""
+    return PartialState(cpu=not torch.accelerator.is_available()).device
 
 
 def load_config(name: str) -> PreTrainedConfig:
@@ -131,7 +136,7 @@ def model_scores(model: PreTrainedModel, pixel_values: Tensor, k: float | None =
     if isinstance(model, AvgKForImageClassification):
         return model.scores(pixel_values, k)
     with torch.no_grad():
-        return score(forward(model.eval(), pixel_values).logits, Calibration.of(model.config).score)
+        return Calibration.of(model.config).scores(forward(model.eval(), pixel_values).logits)
 
 
 def write_thresholds(model: PreTrainedModel, folder: str | Path) -> None:

@@ -10,7 +10,6 @@ from typing import Any
 
 import numpy as np
 import torch
-from accelerate import PartialState
 from accelerate.data_loader import BatchSamplerShard
 from datasets import Dataset
 from huggingface_hub.utils import tqdm
@@ -19,18 +18,20 @@ from transformers import PreTrainedModel, default_data_collator
 
 from .calibration import Calibration
 from .checks import check_choice, check_whole
-from .classifiers import forward, transform_for
-from .conformal import LEVELS, METHODS, check_enough, check_level, enough_images, question_name
-from .data import align_labels, prepare, skip_bad_images
+from .classifiers import best_device, forward, transform_for
+from .conformal import METHODS, question_name
+from .data import prepare, skip_bad_images
+from .data.classes import Labels, align_classes
 from .data.datasets import ON_BAD_IMAGE
 from .losses import make_loss
 from .modeling import AvgKForImageClassification
 from .monitor import SetSizeMonitor
 from .processes import gather_list, rank, sum_over_processes, world_size
 from .questions import Question
+from .scope import check_asked, evaluated_levels, evaluated_sizes, stored_thresholds
 from .scores import HEADS, SUM_TO_ONE, NotFinite, all_scores
-from .sets import check_k, k_key, metric_name
-from .statistics import SetStatistics
+from .sets import metric_name
+from .statistics import SetStatistics, sizes_only
 
 
 class Evaluation:
@@ -47,6 +48,7 @@ class Evaluation:
         score: What is thresholded, if not what the config says.
         thresholds: {head: {K: lambda_val}} in place of those of the calibration.
         keep_sets: Whether to keep the sets of the model's own K.
+        classes: To calibrate for sets of these only, as in `score`.
     """
 
     def __init__(
@@ -61,11 +63,13 @@ class Evaluation:
         score: str | None = None,
         thresholds: Mapping[str, Mapping[float, float]] | None = None,
         keep_sets: bool = False,
+        classes: list[int] | None = None,
     ) -> None:
         if num_examples == 0:
             raise ValueError("the dataset to evaluate is empty.")
         self.config, self.num_examples, self.calibrate = config, num_examples, calibrate
         self.levels, self.per_class = list(levels), per_class
+        self.classes = classes if calibrate else Calibration.of(config).classes
         self.score = score or getattr(config, "score", "softmax")
         # all metrics of a classifier without a K of its own are named by their K
         self.own_k: float | None = getattr(config, "k", None)
@@ -78,7 +82,7 @@ class Evaluation:
             given = thresholds
         else:
             calibration = Calibration.of(config)
-            given, answering = _stored(calibration, heads, ks), {calibration.head()}
+            given, answering = stored_thresholds(calibration, heads, ks), {calibration.head()}
             how = {"method": method, "per_class": per_class}
             asked = {question_name(c, **how): Question(coverage=c, **how) for c in self.levels}
             answers = {name: calibration.answer(question) for name, question in asked.items()}
@@ -107,19 +111,19 @@ class Evaluation:
             first: Position of the first image among the n.
             loss: Mean over the batch.
         """
-        scores = all_scores(output.logits, getattr(output, "sccp_logits", None), self.score, first)
+        scores = all_scores(output.logits, getattr(output, "sccp_logits", None), self.score, first, self.classes)
         if self.sets is not None:
             self.sets.append((first, self.answer.classes(scores[self.answer.head])))
         self.labelled &= labels is not None
         for head, statistics in self.statistics.items():
             statistics.update(scores[head], None if labels is None else labels.to(scores[head].device), first)
         if loss is not None:
-            self.loss_sum += loss.double() * len(output.logits)
+            self.loss_sum += float(loss) * len(output.logits)
 
     def merge(self, device: torch.device | str) -> None:
         """Exchange what the processes collected, so that each has the whole."""
         self.labelled = sum_over_processes(float(not self.labelled), device) == 0
-        self.loss_sum = sum_over_processes(float(self.loss_sum), device)
+        self.loss_sum = sum_over_processes(self.loss_sum, device)
         for statistics in self.statistics.values():
             statistics.labelled = self.labelled
             statistics.merge_processes(device)
@@ -149,6 +153,7 @@ class Evaluation:
         own = chosen[min(ks) if self.own_k is None else self.own_k]
         statistics, lambdas = self.statistics[own], self.lambdas()
         today = datetime.datetime.now(datetime.timezone.utc).date().isoformat()
+        source |= {} if self.classes is None else {"classes": self.classes}
         return Calibration.store(
             config,
             {k: lambdas[head][k] for k, head in chosen.items()},
@@ -182,17 +187,6 @@ class Evaluation:
     def set_sizes(self, k: float) -> np.ndarray:
         """The set size (n,) of every image at the threshold of `k`."""
         return self.statistics[Calibration.of(self.config).head(k)].set_sizes(k)
-
-
-def _stored(calibration: Calibration, heads: Iterable[str], ks: Iterable[float]) -> dict[str, dict[float, float]]:
-    """The thresholds of every head for the K that it was calibrated for; the head that answers must have them all."""
-    found: dict[str, dict[float, float]] = {}
-    for head in heads:
-        known = calibration.thresholds.get(head) or {}
-        for k in ks:
-            if calibration.head(k) == head or (known and min(known) <= k <= max(known)):
-                found.setdefault(head, {})[k] = calibration.head_threshold(head, k)
-    return found
 
 
 @torch.no_grad()
@@ -254,12 +248,14 @@ def evaluate(
     method: str = "lac",
     per_class: bool = False,
     monitor: SetSizeMonitor | None = None,
+    labels: Labels = "name",
+    classes_from_dataset: bool = False,
 ) -> dict[str, float]:
     """Evaluate a classifier on one split of `load_splits`, in one streaming pass.
 
     Args:
         model: The model; with `calibrate` its config receives the thresholds.
-        dataset: The split; its classes are matched to the model's by name. Without labels only sizes are measured.
+        dataset: The split. Without labels only sizes are measured.
         k: Average set sizes besides the model's own, in the calibrated range; default: all that are calibrated.
         calibrate: Compute the thresholds from this split, instead of using those in the config.
         batch_size: Images per forward pass.
@@ -272,6 +268,8 @@ def evaluate(
         per_class: Whether to calibrate the thresholds of each class too, or to answer with them.
         monitor: Takes in the set sizes of its K, in random order, because folders are read class by class. Not for
             calibrating, where the sizes are K by construction. Images without labels always have one.
+        labels: How its classes are matched to the model's, as in `match_classes`.
+        classes_from_dataset: Calibrate for sets that hold classes of the dataset only, and K of these.
 
     Returns:
         The metrics, as `AvgKTrainer.evaluate` names them, without prefix; with `"skip"` also how many are `skipped`.
@@ -281,29 +279,26 @@ def evaluate(
     check_choice("on_bad_image", on_bad_image, ON_BAD_IMAGE)
     check_choice("method", method, METHODS)
     labelled, k, skipped = "label" in dataset.column_names, list(k), {}
-    if calibrate and monitor is not None:
-        raise ValueError("a monitor compares other images with those of the calibration: evaluate with it afterwards.")
-    if not labelled:
-        _check_unlabelled(calibrate, coverage is not None or per_class or method != "lac")
+    by_coverage = coverage is not None or per_class or method != "lac"
+    check_asked(labelled, calibrate, monitor is not None, by_coverage, classes_from_dataset)
     if on_bad_image == "skip":  # before anything is computed, because the threshold depends on the number of images
         dataset, number = skip_bad_images(dataset, str(dataset.split or dataset_name or "the dataset"), num_workers)
         skipped = {"skipped": number}
     config = model.config
-    if labelled:
-        dataset = align_labels(dataset, config)
-    else:
+    answering = None if calibrate else Calibration.of(config).classes
+    dataset, classes = align_classes(dataset, config, labels, classes_from_dataset, answering)
+    if not labelled:
         monitor = monitor or SetSizeMonitor.from_config(config, *k[:1])
-    ks = _sizes(config, k, calibrate, labelled, None if monitor is None else monitor.k)
-    levels = _levels(config, coverage, calibrate, len(dataset), method, per_class) if labelled else []
-    evaluation = Evaluation(config, len(dataset), ks, calibrate, levels, method, per_class)
+    number = len(classes or config.id2label)
+    ks = evaluated_sizes(config, k, calibrate, labelled, None if monitor is None else monitor.k, number)
+    levels = evaluated_levels(config, coverage, calibrate, len(dataset), method, per_class) if labelled else []
+    evaluation = Evaluation(config, len(dataset), ks, calibrate, levels, method, per_class, classes=classes)
     run_model(model, dataset, [evaluation], batch_size, num_workers, "calibrate" if calibrate else "evaluate")
     if calibrate:
         evaluation.store(dataset=dataset_name, split=str(dataset.split or "validation"))
     metrics = evaluation.metrics()
     if not labelled:
-        metrics = _of_sizes(metrics, len(dataset), monitor.k, evaluation.own_k)
-    elif isinstance(model, AvgKForImageClassification):
-        metrics = {"loss": evaluation.loss_sum / len(dataset), **metrics}
+        metrics = sizes_only(metrics, len(dataset), monitor.k, evaluation.own_k)
     seen = {} if monitor is None else monitor.watch(evaluation.set_sizes(monitor.k))
     return {**metrics, **seen, **skipped}
 
@@ -328,7 +323,7 @@ def run_model(
         description: For the progress bar.
         compute: As in `loop`.
     """
-    PartialState(cpu=not torch.accelerator.is_available())  # joins the other processes, if there are any
+    best_device()  # joins the other processes, if there are any
     sampler = BatchSampler(SequentialSampler(range(len(dataset))), batch_size, drop_last=False)
     if world_size() > 1:
         sampler = BatchSamplerShard(sampler, world_size(), rank(), even_batches=False)
@@ -346,55 +341,3 @@ def run_model(
 
     batches = tqdm(loader, desc=description, unit="batch", disable=rank() > 0)
     loop(evaluations, batches, compute or on_device, batch_size, model.device)
-
-
-def _check_unlabelled(calibrate: bool, coverage: bool) -> None:
-    if calibrate:
-        raise ValueError("the images have no labels: calibrate on labelled ones, split/<class>/image.jpg.")
-    if coverage:
-        raise ValueError("the images have no labels, so no coverage can be measured on them: ask for sizes only (k).")
-
-
-def _of_sizes(metrics: Mapping[str, float], num_images: int, watched: float, own: float | None) -> dict[str, float]:
-    """Of images without labels: the mean sizes, that of the watched K first and without its K."""
-    sizes = {name: value for name, value in metrics.items() if name.startswith("mean_set_size")}
-    mean = sizes.pop(metric_name("mean_set_size", watched, own))
-    if "mean_set_size" in sizes:
-        sizes[f"mean_set_size@{k_key(own)}"] = sizes.pop("mean_set_size")
-    return {"num_images": num_images, "mean_set_size": mean, **sizes}
-
-
-def _sizes(config: Any, k: list[float], calibrate: bool, labelled: bool, watched: float | None) -> list[float]:
-    """The average set sizes of an evaluation: the model's own, those asked for or all recorded, the monitor's."""
-    calibration = Calibration.of(config)
-    ks = k or (calibration.ks if labelled else [])
-    if hasattr(config, "k") and labelled:
-        ks = [config.k, *ks]
-    if watched is not None:
-        ks = [*ks, watched]
-    if not ks and calibrate:
-        raise ValueError("name the average set sizes to calibrate for, e.g. `k=[1, 2, 5]`.")
-    for size in ks or [None]:
-        if not calibrate:
-            calibration.threshold(size)  # refuses one that is not calibrated
-        check_k(size, config.num_labels)
-    return list({k_key(size): size for size in ks}.values())
-
-
-def _levels(
-    config: Any, coverage: Iterable[float] | None, calibrate: bool, num_examples: int, method: str, per_class: bool
-) -> list[float]:
-    """The coverage levels to calibrate or to report; one that was asked for and cannot be had is refused."""
-    if calibrate and coverage is None:
-        return [level for level in LEVELS if num_examples >= enough_images(level)]
-    if calibrate:
-        for level in coverage:
-            check_enough(check_level(level), num_examples)
-        return list(coverage)
-    calibration = Calibration.of(config)
-    levels = list(coverage) if coverage is not None else calibration.levels(method, per_class)
-    if coverage is None and not levels and (per_class or method != "lac"):
-        levels = [LEVELS[0]]  # to be refused with what is missing
-    for level in levels:
-        calibration.answer(Question(coverage=level, method=method, per_class=per_class))
-    return levels

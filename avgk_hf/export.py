@@ -33,7 +33,7 @@ from .evaluation import Evaluation, run_model
 from .files import check_output_dir, copy_file, replacing, write_text
 from .modeling import AvgKForImageClassification, processor_config
 from .questions import Question
-from .scores import SCORES
+from .scores import restricted
 from .sets import k_key
 
 logger = logging.getLogger(__name__)
@@ -51,16 +51,20 @@ class SetClassifier(nn.Module):
         backbone: Images (b, C, H, W) to features (b, d).
         heads: One or two linear layers on the features; the mean of two heads' scores counts.
         kind: As in `score`.
+        classes: As in `score`.
     """
 
-    def __init__(self, backbone: nn.Module, heads: list[nn.Module], kind: str) -> None:
+    def __init__(
+        self, backbone: nn.Module, heads: list[nn.Module], kind: str, classes: list[int] | None = None
+    ) -> None:
         super().__init__()
-        self.backbone, self.heads, self.kind = backbone, nn.ModuleList(heads), kind
+        self.backbone, self.heads, self.kind, self.classes = backbone, nn.ModuleList(heads), kind, classes
 
     def forward(self, pixel_values: Tensor, lambda_val: Tensor) -> tuple[Tensor, Tensor]:
         """Scores (b, L) in float32 and the sets (b, L) as a mask."""
         features = self.backbone(pixel_values)  # (b, d)
-        scores = sum(SCORES[self.kind](head(features).float()) for head in self.heads) / len(self.heads)  # (b, L)
+        logits = [head(features).float() for head in self.heads]
+        scores = sum(restricted(each, self.kind, self.classes) for each in logits) / len(logits)  # (b, L)
         best = torch.arange(scores.shape[-1], device=scores.device) == scores.argmax(-1, keepdim=True)
         return scores, (scores >= lambda_val) | best
 
@@ -97,9 +101,9 @@ def exportable(model: PreTrainedModel, k: float | None = None) -> SetClassifier:
     head = calibration.answer(Question(k=k)).head
     if isinstance(model, AvgKForImageClassification):
         heads = {"ml": [model.ml_head], "sccp": [model.sccp_head], "mean": [model.ml_head, model.sccp_head]}[head]
-        module = SetClassifier(model.backbone, heads, model.config.score)
+        module = SetClassifier(model.backbone, heads, model.config.score, calibration.classes)
     else:
-        module = SetClassifier(_Logits(model), [nn.Identity()], calibration.score)
+        module = SetClassifier(_Logits(model), [nn.Identity()], calibration.score, calibration.classes)
     return copy.deepcopy(module).float().cpu().eval().requires_grad_(False)
 
 
@@ -261,7 +265,8 @@ def _difference(
             f"the exported graph gives other scores than torch, by up to {np.abs(expected - found).max():.2g}: this"
             " model cannot be used as ONNX with the installed versions of torch and onnxruntime."
         )
-    difference = float(np.abs(model_scores(model, pixels, k).cpu().numpy() - found).max())
+    inside = np.isfinite(found)  # not of classes that are left out
+    difference = float(np.abs(model_scores(model, pixels, k).cpu().numpy()[inside] - found[inside]).max())
     if model.dtype != torch.float32:
         logger.warning(
             f"the model computes in {str(model.dtype).removeprefix('torch.')} and the graph in float32, where scores"

@@ -88,6 +88,7 @@ def _calibrated(config: Any, metrics: dict[str, float]) -> dict[str, Any]:
         "k": k_key(calibration.k),
         "ks": list(map(k_key, calibration.ks)),
         "calibration": {name: as_markdown(record[name]) for name in source if record.get(name)},
+        "restricted": None if calibration.classes is None else len(calibration.classes),
         "curve": calibration.curve,
         "curve_head": calibration.source_head if getattr(config, "head", "ml") == "auto" else None,
         "levels": _levels(describe_coverage(calibration.coverage), metrics),

@@ -24,7 +24,6 @@ from .configuration import AvgKConfig, installed_losses
 from .files import copy_file, make_folder, replacing, write_text
 from .pipeline import AverageKImageClassificationPipeline  # noqa: F401  (so that it travels with this file)
 from .questions import Question
-from .scores import head_scores
 from .sets import check_k
 from .weights import check_folder, load_backbone, refuse_adapter
 
@@ -333,7 +332,7 @@ class AvgKForImageClassification(PreTrainedModel):
         finally:
             if was_training:
                 self.train()
-        return head_scores(output.logits, output.sccp_logits, head, self.config.score)
+        return Calibration.of(self.config).scores(output.logits, output.sccp_logits, head)
 
     def predict_sets(self, pixel_values: Tensor, k: float | None = None, **question: Any) -> list[list[int]]:
         """The predicted set of each image: class ids, best first.

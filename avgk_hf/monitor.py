@@ -110,7 +110,7 @@ class SetSizeMonitor:
         calibration = Calibration.of(config)
         lambda_val, record = calibration.threshold(k), calibration.source
         k = calibration.k if k is None else k
-        number, largest = record.get("num_examples"), config.num_labels
+        number, largest = record.get("num_examples"), calibration.num_answers
         if calibration.score == "softmax" and lambda_val * largest > 1:
             # probabilities that sum to 1, up to rounding
             largest = min(largest, max(math.floor(k) + 1, math.floor((1 + 1e-4) / lambda_val)))

@@ -9,6 +9,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from .scores import wide
+
 
 def world_size() -> int:
     """The number of processes W that train together."""
@@ -65,6 +67,6 @@ def sum_over_processes(value: float, device: torch.device) -> float:
     """The sum of a number over all processes."""
     if world_size() == 1:
         return value
-    total = torch.tensor(value, dtype=torch.float64, device=device)
+    total = torch.tensor(value, dtype=wide(device), device=device)
     add_up([total])
     return float(total)

@@ -123,7 +123,7 @@ class Answer:
 
     def _by_sums(self, row: np.ndarray) -> np.ndarray:
         for least in (LARGE, -np.inf):  # sorting all classes takes longest, and few are usually enough
-            order = best_first(row, (row >= least).nonzero()[0])
+            order = best_first(row, (row > least).nonzero()[0])  # -inf: a class that is left out
             scores = row[order]
             sums = scores.cumsum(dtype=np.float64)  # where those close to 1 can still be told apart
             if len(order) and sums[-1] > self.most:  # so much stands before every class that was left out

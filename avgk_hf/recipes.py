@@ -109,6 +109,9 @@ class DataArguments:
     allow_outside: bool = HfArg(
         default=False, help="Let the dataset point out of itself: links, paths of images, addresses in its README."
     )
+    allow_new_classes: bool = HfArg(
+        default=False, help="Let validation and test have classes without a training image."
+    )
 
     def __post_init__(self) -> None:
         """Refuse a value that could only fail later, by the field's name."""

@@ -17,10 +17,16 @@ SCORES = {
 }
 PROBABILITIES, SUM_TO_ONE = ("softmax", "sigmoid"), ("softmax",)  # what is known of some of them
 HEADS = ("ml", "sccp", "mean")
+NO_FLOAT64 = ("mps",)  # devices without double precision
 
 
 class NotFinite(ValueError):
     """A loss, weights or logits that are NaN or infinite: the training has diverged."""
+
+
+def wide(device: torch.device | str) -> torch.dtype:
+    """The type of the most precise numbers that a device has."""
+    return torch.float32 if torch.device(device).type in NO_FLOAT64 else torch.float64
 
 
 def check_finite(logits: Tensor, first: int = 0) -> None:
@@ -38,8 +44,7 @@ def check_finite(logits: Tensor, first: int = 0) -> None:
         ...
         avgk_hf.scores.NotFinite: the logits of image(s) 65 are NaN or infinite: no set can be predicted from them. ...
     """
-    wide = torch.float32 if logits.device.type == "mps" else torch.float64  # where no sum of float32 overflows
-    if math.isfinite(logits.detach().sum(dtype=wide).item()):
+    if math.isfinite(logits.detach().sum(dtype=wide(logits.device)).item()):  # where no sum of float32 overflows
         return
     broken = (~logits.isfinite()).reshape(len(logits), -1).any(1).nonzero()[:, 0].tolist() if logits.ndim else [0]
     if not broken:  # finite logits whose sum is not
@@ -52,7 +57,7 @@ def check_finite(logits: Tensor, first: int = 0) -> None:
     )
 
 
-def score(logits: Tensor, kind: str = "softmax", first: int = 0) -> Tensor:
+def score(logits: Tensor, kind: str = "softmax", first: int = 0, classes: list[int] | None = None) -> Tensor:
     """Turn logits (n, L) into the float32 scores (n, L) that are thresholded.
 
     Half-precision logits are widened *before* the softmax: probabilities rounded to bfloat16 tie so often that the
@@ -62,25 +67,51 @@ def score(logits: Tensor, kind: str = "softmax", first: int = 0) -> Tensor:
         logits: Output of one head, (n, L).
         kind: `"softmax"`, `"sigmoid"` or `"logit"`.
         first: Number of the first image, for messages.
+        classes: Those that sets are restricted to: the scores are what they are without the others, and -inf for them.
+
+    Example:
+        >>> score(torch.zeros(1, 4), classes=[0, 3])
+        tensor([[0.5000,   -inf,   -inf, 0.5000]])
     """
     if kind not in SCORES:
         check_choice("score", kind, SCORES)
-    check_finite(logits, first)
-    return SCORES[kind](logits.float())
+    check_finite(logits if classes is None else logits[:, classes], first)
+    return restricted(logits.float(), kind, classes)
 
 
-def head_scores(logits: Tensor, sccp_logits: Tensor | None, head: str = "ml", kind: str = "softmax") -> Tensor:
+def restricted(logits: Tensor, kind: str, classes: list[int] | None) -> Tensor:
+    """The scores (n, L) of logits (n, L) that are known to be finite; the arguments are those of `score`."""
+    if classes is None:
+        return SCORES[kind](logits)
+    scores = torch.full_like(logits, -math.inf)
+    scores[:, classes] = SCORES[kind](logits[:, classes])
+    return scores
+
+
+def head_scores(
+    logits: Tensor,
+    sccp_logits: Tensor | None,
+    head: str = "ml",
+    kind: str = "softmax",
+    classes: list[int] | None = None,
+) -> Tensor:
     """The scores (n, L) of one head, or the mean of both heads' scores; the arguments are those of `all_scores`."""
     if head not in HEADS:
         check_choice("head", head, HEADS)
     if head != "ml" and sccp_logits is None:
         raise ValueError(f"head={head!r} needs the SCCP head, and this model has none: use `head='ml'`.")
     if head == "mean":
-        return all_scores(logits, sccp_logits, kind)["mean"]
-    return score(logits if head == "ml" else sccp_logits, kind)
+        return all_scores(logits, sccp_logits, kind, classes=classes)["mean"]
+    return score(logits if head == "ml" else sccp_logits, kind, classes=classes)
 
 
-def all_scores(logits: Tensor, sccp_logits: Tensor | None, kind: str = "softmax", first: int = 0) -> dict[str, Tensor]:
+def all_scores(
+    logits: Tensor,
+    sccp_logits: Tensor | None,
+    kind: str = "softmax",
+    first: int = 0,
+    classes: list[int] | None = None,
+) -> dict[str, Tensor]:
     """The scores (n, L) of every head that the model has, and the mean of both.
 
     Args:
@@ -88,9 +119,10 @@ def all_scores(logits: Tensor, sccp_logits: Tensor | None, kind: str = "softmax"
         sccp_logits: Output of the SCCP head, (n, L), or None where the model has none.
         kind: As in `score`.
         first: As in `score`.
+        classes: As in `score`.
     """
-    scores = {"ml": score(logits, kind, first)}
+    scores = {"ml": score(logits, kind, first, classes)}
     if sccp_logits is not None:
-        scores["sccp"] = score(sccp_logits, kind, first)
+        scores["sccp"] = score(sccp_logits, kind, first, classes)
         scores["mean"] = (scores["ml"] + scores["sccp"]) / 2
     return scores

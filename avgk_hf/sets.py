@@ -18,7 +18,7 @@ Example:
 """
 
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 import numpy as np
@@ -26,6 +26,7 @@ import torch
 from torch import Tensor
 
 from .checks import is_number
+from .scores import wide
 
 
 def score_matrix(scores: Any) -> Tensor:
@@ -280,6 +281,18 @@ def average_k_threshold(scores: Tensor | np.ndarray, k: float) -> float:
     return stream.compute()[k]
 
 
+def interpolated_threshold(thresholds: Mapping[float, float], k: float, probabilities: bool) -> float:
+    """lambda_val between the nearest recorded K; the formula is in `Calibration.threshold`."""
+    if k in thresholds:
+        return thresholds[k]
+    below, above = max(size for size in thresholds if size < k), min(size for size in thresholds if size > k)
+    high, low = thresholds[below], thresholds[above]
+    t = math.log(k / below) / math.log(above / below)
+    if not probabilities or min(low, high) <= 0:  # the logarithm of 0 would end all interpolation
+        return (1 - t) * high + t * low
+    return math.exp((1 - t) * math.log(high) + t * math.log(low))
+
+
 def predict_sets(scores: Tensor | np.ndarray, lambda_val: float, min_size: int = 0) -> Tensor:
     """The predicted sets {j : score_j >= lambda_val} as a boolean mask (n, L).
 
@@ -331,7 +344,6 @@ def ranked_mass(scores: Tensor) -> tuple[Tensor, Tensor]:
         >>> order.tolist(), mass.tolist()
         ([[1, 0, 2]], [[0.0, 0.5, 0.75]])
     """
-    wide = torch.float32 if scores.device.type == "mps" else torch.float64
     ordered, order = scores.sort(dim=-1, descending=True, stable=True)
-    mass = ordered.to(wide).cumsum(-1)
+    mass = ordered.to(wide(scores.device)).cumsum(-1)
     return order, torch.cat([torch.zeros_like(mass[..., :1]), mass[..., :-1]], -1)

@@ -15,7 +15,8 @@ from .checks import is_number
 from .conformal import coverage_record
 from .processes import add_up, broadcast, gather, rank, sum_over_processes, world_size
 from .questions import Answer
-from .sets import AverageKThreshold, check_k, k_key, ranked_mass, score_matrix
+from .scores import wide
+from .sets import AverageKThreshold, check_k, k_key, metric_name, ranked_mass, score_matrix
 
 SHOTS = {"few": (0, 20), "medium": (20, 101), "many": (101, math.inf)}  # training images of a class: [low, high)
 
@@ -122,7 +123,7 @@ class SetStatistics:
                 types |= {"label": torch.int64, "true": torch.float32, "rank": torch.int64}
                 types |= {f"{name} {what}": torch.int64 for name in self.answers for what in ("size", "hit")}
                 if self.mass:
-                    types["mass"] = torch.float32 if torch.device(device).type == "mps" else torch.float64
+                    types["mass"] = wide(device)
             if self.stream is None:
                 types |= {k_key(k): torch.int64 for k in self.ks}  # set sizes
             self._columns = {
@@ -144,7 +145,7 @@ class SetStatistics:
         add_up(self.columns(device).values())
         if self.stream is not None:
             merged, own = AverageKThreshold(self.ks, self.num_examples), self.stream.survivors(device)
-            facts = torch.tensor([len(own), *self.stream.facts()], dtype=torch.float64, device=device)
+            facts = torch.tensor([len(own), *self.stream.facts()], dtype=wide(device), device=device)
             for source, (count, *facts_of_source) in enumerate(gather(facts).tolist()):
                 survivors = own if source == rank() else torch.empty(int(count), device=device)
                 broadcast([survivors], source)
@@ -258,6 +259,15 @@ class SetStatistics:
             "topk_accuracy": float((ranks < int(k)).mean()),  # fractional K: a top-K set may not exceed K
             **class_means(correct, self.labels, self.num_labels, self.train_counts),
         }
+
+
+def sizes_only(metrics: Mapping[str, float], num_images: int, watched: float, own: float | None) -> dict[str, float]:
+    """Of images without labels: the mean sizes, that of the watched K first and without its K."""
+    sizes = {name: value for name, value in metrics.items() if name.startswith("mean_set_size")}
+    mean = sizes.pop(metric_name("mean_set_size", watched, own))
+    if "mean_set_size" in sizes:
+        sizes[f"mean_set_size@{k_key(own)}"] = sizes.pop("mean_set_size")
+    return {"num_images": num_images, "mean_set_size": mean, **sizes}
 
 
 def curve_ks(largest: float) -> list[float]:

@@ -19,6 +19,7 @@ from transformers.utils import logging
 from . import __version__
 from .checkpoints import where_to_go_on
 from .data import class_counts, load_splits, prepare, skip_bad_images
+from .data.classes import check_new_classes
 from .files import check_output_dir, write_text
 from .model_card import hyperparameters, plain_metrics
 from .modeling import AvgKForImageClassification
@@ -69,7 +70,9 @@ def load_all(data_args: DataArguments, args: AvgKTrainingArguments) -> DatasetDi
     same = ("dataset", "image_column", "label_column", "validation_per_class", "split_seed", "allow_outside")
     given = {name: getattr(data_args, name) for name in same}
     with args.main_process_first(desc="load the data"):  # the others find it in the cache
-        return load_splits(config_name=data_args.dataset_config, seed=data_args.glyphs_seed, **given)
+        # new classes are looked for in the splits that are used
+        given |= {"config_name": data_args.dataset_config, "allow_new_classes": True}
+        return load_splits(seed=data_args.glyphs_seed, **given)
 
 
 def load_data(
@@ -98,6 +101,8 @@ def load_data(
                 used[part], skipped[part] = skip_bad_images(
                     split, names[part], args.dataloader_num_workers, report=args.process_index == 0
                 )
+    if not data_args.allow_new_classes:
+        check_new_classes({names[part]: split for part, split in used.items()}, names["train"])
     classes = used["train"].features["label"].names
     counts = {part: class_counts(split, len(classes)) for part, split in used.items()}
     empty = [classes[i] for i in np.flatnonzero(counts["train"] == 0)]

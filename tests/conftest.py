@@ -140,7 +140,9 @@ def splits(image_folder):
 def make_model():
     def make(name: str = "test_resnet", **kwargs) -> AvgKForImageClassification:
         torch.manual_seed(0)
-        kwargs = {"num_labels": len(CLASSES), "k": 2, "image_size": 32, **kwargs}
+        if "num_labels" not in kwargs:
+            kwargs = {"id2label": dict(enumerate(CLASSES)), **kwargs}
+        kwargs = {"k": 2, "image_size": 32, **kwargs}
         return AvgKForImageClassification.from_timm(name, **kwargs)
 
     return make

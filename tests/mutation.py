@@ -26,11 +26,12 @@ CARRIERS = {  # the functions that store, load, keep or drop a calibration, or m
     MODEL: "_keep_head _needed_heads drop_sccp_head drop_unused_head",
     "avgk_hf.classifiers.x_": "write_thresholds write_config",
     "avgk_hf.evaluation.xǁEvaluationǁ": "__init__ store metrics best_head lambdas",
-    "avgk_hf.evaluation.x_": "_stored _sizes _levels _of_sizes",
+    "avgk_hf.evaluation.x_": "sizes_only",
+    "avgk_hf.scope.x_": "evaluated_sizes evaluated_levels stored_thresholds check_asked",
     "avgk_hf.model_card.xǁCardCallbackǁ": "__init__ on_train_begin on_evaluate results",
-    "avgk_hf.data.datasets.x_": "align_labels",
+    "avgk_hf.data.classes.x_": "align_labels match_classes _translated align_classes",
 }
-CARRIER_NAMES = "trainer checkpoints modeling classifiers evaluation model_card data/datasets"
+CARRIER_NAMES = "trainer checkpoints modeling classifiers evaluation model_card data/classes"
 CARRIER_FILES = [f"avgk_hf/{name}.py" for name in CARRIER_NAMES.split()]
 CARRIER_TESTS = [f"tests/test_{name}.py" for name in ("calibrate", "trainer", "modeling", "model_card")]
 # what is left out because it takes seconds: tests that ask other packages, train, or run commands

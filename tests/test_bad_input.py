@@ -980,7 +980,7 @@ def test_folders_that_are_fine(tmp_path):
     files = {f"{split}/{name}/{i}.png": PNG for split in ("train", "test") for name in ("ash", "elm") for i in (0, 1)}
     write(tmp_path / "a", {**files, "test/oak/0.png": PNG, "README.md": "hello", "train/notes.txt": "x"})
     (tmp_path / "a" / "train" / "fir").mkdir()
-    splits = load_splits(str(tmp_path / "a"))
+    splits = load_splits(str(tmp_path / "a"), allow_new_classes=True)
     for split in splits.values():
         assert split.features["label"].names == ["ash", "elm", "oak"]
     assert class_counts(splits["train"], 3).tolist() == [2, 2, 0]
@@ -998,7 +998,7 @@ def test_splits_with_other_class_names_are_matched_by_name(case, tmp_path):
         labels = [rng.randrange(len(names)) for _ in range(5)]
         named[split] = (classes(labels, names), [names[label] for label in labels])
     DatasetDict({split: dataset for split, (dataset, _) in named.items()}).save_to_disk(tmp_path / "data")
-    splits = load_splits(str(tmp_path / "data"))
+    splits = load_splits(str(tmp_path / "data"), allow_new_classes=True)
     assert splits["train"].features == splits["test"].features
     for split, (_, expected) in named.items():
         names = splits[split].features["label"].names
@@ -1081,14 +1081,14 @@ def test_skipped_images_are_counted_once_and_the_rest_numbered(spoilt, monkeypat
     monkeypatch.setattr(module.logger, "warning", lambda text: caplog.records.append(SimpleNamespace(text=text)))
     opened = []
     monkeypatch.setattr(module, "open_image", lambda *a, **k: opened.append(a) or open_image(*a, **k))
-    train_split = load_splits(str(spoilt))["train"]
+    train_split = load_splits(str(spoilt), allow_new_classes=True)["train"]
     kept, skipped = skip_bad_images(train_split, "train")
     assert (len(train_split), len(kept), skipped, len(opened)) == (20, 18, 2, 20)
     assert list(kept["index"]) == list(range(18)) and kept.features == train_split.features
     assert kept.column_names.count("index") == 1
     message = caplog.records[-1].text
     assert "train: 2 of 20 images cannot be read" in message and "ash/1.png" in message and "elm/2.png" in message
-    again, skipped = skip_bad_images(load_splits(str(spoilt))["train"], "train")
+    again, skipped = skip_bad_images(load_splits(str(spoilt), allow_new_classes=True)["train"], "train")
     assert (len(again), skipped, len(opened)) == (18, 2, 20)  # nothing was opened a second time
     assert len(skip_bad_images(train_split, "train", num_workers=2, report=False)[0]) == 18
     caplog.records.clear()
@@ -1102,7 +1102,7 @@ def test_training_and_commands_skip_bad_images(spoilt, tmp_path, capsys, monkeyp
     """The numbers are those of the same data with the broken images deleted."""
     recipe = tmp_path / "recipe.yaml"
     recipe.write_text(RECIPE.format(dataset=spoilt, output=tmp_path / "run"))
-    options = ["--num_train_epochs", "1", "--objective", "role"]
+    options = ["--num_train_epochs", "1", "--objective", "role", "--allow_new_classes"]
     with refused(".png cannot be read as an image"):
         train([str(recipe), *options])
     warnings = []

@@ -2,6 +2,9 @@
 
 import datetime
 import json
+import math
+from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import timm
@@ -11,23 +14,20 @@ from transformers import (
     AutoConfig,
     AutoModelForImageClassification,
     TimmWrapperForImageClassification,
-    ViTConfig,
     ViTForImageClassification,
     pipeline,
 )
 
 from avgk_hf import SetSizeMonitor, load_splits
 from avgk_hf.calibration import Calibration
-from avgk_hf.classifiers import load_classifier, model_scores, transform_for, write_thresholds
+from avgk_hf.classifiers import best_device, load_classifier, model_scores, transform_for, write_thresholds
 from avgk_hf.cli import main
 from avgk_hf.configuration import readable_json
-from avgk_hf.data import align_labels
 from avgk_hf.evaluation import calibrate, evaluate
-from avgk_hf.sets import average_k_threshold, predict_sets
+from avgk_hf.questions import Question
+from avgk_hf.sets import average_k_threshold, predict_sets, ranked_sets
 from avgk_hf.statistics import SetStatistics
 from conftest import CLASSES, save_vit, write_images
-
-LABELS = dict(enumerate(CLASSES))
 
 
 @pytest.fixture(scope="module", params=["vit", "timm"])
@@ -42,10 +42,6 @@ def classifier(request, tmp_path_factory):
         config = {"num_classes": 6, "label_names": CLASSES}
         timm.models.save_for_hf(model, folder, model_config=config, safe_serialization=True)
     return folder
-
-
-def _ids(labels):
-    return {name: i for i, name in labels.items()}
 
 
 def test_calibrate_and_use_any_classifier(classifier, image_folder, splits, tmp_path, capsys):
@@ -212,24 +208,130 @@ def test_unknown_models_are_refused():
         load_classifier("./nowhere")
 
 
-def test_classes_are_matched_by_name(tmp_path, splits):
-    """A folder without images of some class numbers its classes differently."""
-    write_images(tmp_path / "test", {"beech": 2, "oak": 3})
-    for empty in ("ash", "cedar", "elm", "fir"):
-        (tmp_path / "test" / empty).rmdir()
-    test = load_splits(str(tmp_path))["test"]
-    config = ViTConfig(id2label=LABELS, label2id=_ids(LABELS))
-    assert list(test["label"]) == [0, 0, 1, 1, 1]
-    aligned = align_labels(test, config)
-    assert list(aligned["label"]) == [1, 1, 5, 5, 5] and aligned.features["label"].names == CLASSES
-    permuted = ViTConfig(id2label=dict(enumerate(reversed(CLASSES))))  # as many classes, in another order
-    aligned = align_labels(splits["test"], permuted)
-    assert list(aligned["label"]) == [5 - label for label in splits["test"]["label"]]
-    assert aligned.features["label"].names == CLASSES[::-1]
-    assert align_labels(splits["test"], config) is splits["test"]
-    with pytest.raises(ValueError, match=r"2 classes that the model does not know, e.g. 'beech'\. Name"):
-        align_labels(test, ViTConfig(id2label={0: "pine", 1: "palm", 2: "yew"}))
-    with pytest.raises(ValueError, match=r"e.g. 'beech' \(the model knows 'beach'\)\. Name"):
-        align_labels(test, ViTConfig(id2label={0: "pine", 1: "beach", 2: "oaks"}))
-    numbered = ViTConfig(num_labels=2)  # LABEL_0, LABEL_1: no name is known, and the numbers agree
-    assert align_labels(test, numbered) is test
+@pytest.fixture
+def some_trees(tmp_path):
+    """Validation and test images of four of the model's six classes."""
+    for seed, split in enumerate(("validation", "test"), 1):
+        write_images(tmp_path / "some" / split, dict.fromkeys(CLASSES[1:5], 8), seed=seed)
+        for empty in (CLASSES[0], CLASSES[5]):
+            (tmp_path / "some" / split / empty).rmdir()
+    return tmp_path / "some"
+
+
+def test_fewer_classes_than_the_model_has_are_said(classifier, some_trees, tmp_path, monkeypatch):
+    said = []
+    monkeypatch.setattr("avgk_hf.data.classes.logger.warning", said.append)
+    assert main(["calibrate", str(classifier), str(some_trees), "--k", "2", "--out", str(tmp_path / "out")]) == 0
+    (line,) = said
+    assert "the dataset has 4 of the model's 6 classes" in line and "--classes-from-dataset" in line
+
+
+def test_sets_of_the_classes_of_a_dataset(classifier, some_trees, image_folder, tmp_path, capsys, monkeypatch):
+    """Scores, K and sets are those of a model that has no other classes, through every door."""
+    said, out = [], tmp_path / "out"
+    monkeypatch.setattr("avgk_hf.data.classes.logger.warning", said.append)
+    command = ["calibrate", str(classifier), str(some_trees), "--classes-from-dataset", "--out", str(out)]
+    assert main([*command, "--k", "4"]) == 2
+    assert "k=4.0 must be a number in [1, 4) for 4 classes" in capsys.readouterr().err
+    assert main([*command, "--k", "1.5", "3", "--coverage", "0.8"]) == 0
+    assert not said
+    assert "Sets hold only the 4 classes of that dataset" in (out / "README.md").read_text()
+    model = load_classifier(str(out))
+    found = Calibration.of(model.config)
+    assert found.classes == [1, 2, 3, 4] and set(found.ks) == {1.5, 3}
+    pixels = {}
+    for split, images in load_splits(str(some_trees)).items():
+        pixels[split] = torch.stack([transform_for(model).image(row["image"]) for row in images])
+    with torch.no_grad():
+        scores = {split: model(images).logits[:, 1:5].softmax(-1) for split, images in pixels.items()}
+    for k in (1.5, 3):
+        assert found.threshold(k) == pytest.approx(average_k_threshold(scores["validation"], k), rel=1e-5)
+    # sums of probabilities are those of the four classes, too
+    wanted = [[1 + j for j in row] for row in ranked_sets(scores["test"], torch.ones(32, 4, dtype=torch.bool))]
+    for question in ({"k": 3}, {"coverage": 0.8}, {"coverage": 0.8, "method": "aps"}, {"cumulative": 1.0}):
+        sets = found.answer(Question(**question)).classes(model_scores(model, pixels["test"]))
+        assert all(classes == order[: len(classes)] for classes, order in zip(sets, wanted, strict=True))
+    assert {len(classes) for classes in sets} <= {3, 4}
+    assert model_scores(model, pixels["test"])[:, [0, 5]].tolist() == [[-math.inf] * 2] * 32
+
+    capsys.readouterr()
+    assert main(["predict", str(out), str(some_trees / "test"), "--k", "3", "--min-size", "4", "--json"]) == 0
+    predicted = json.loads(capsys.readouterr().out)
+    assert {frozenset(item["label"] for item in each["set"]) for each in predicted} == {frozenset(CLASSES[1:5])}
+    assert main(["predict", str(out), str(some_trees / "test"), "--k", "3", "--min-size", "5"]) == 2
+    assert "[0, 4]" in capsys.readouterr().err
+    path = str(some_trees / "test" / "elm" / "0.png")
+    (best, *_) = pipeline("average-k-image-classification", model=str(out))(path, k=3)
+    assert best["label"] in CLASSES[1:5]
+
+    assert main(["evaluate", str(out), str(some_trees), "--json"]) == 0
+    metrics = json.loads(capsys.readouterr().out)
+    labels = torch.tensor(load_splits(str(some_trees))["test"]["label"])
+    assert metrics["top1_accuracy"] == pytest.approx((scores["test"].argmax(1) == labels).float().mean().item())
+    sets = predict_sets(scores["test"], found.threshold(3))
+    assert metrics["mean_set_size@3"] == pytest.approx(sets.sum(1).float().mean().item(), abs=0.1) and not said
+    assert main(["evaluate", str(out), str(image_folder), "--json"]) == 0  # which has all six
+    assert "2 of the dataset's 6 classes are none of the 4" in said.pop()
+    # another calibration is for all classes again
+    assert main(["calibrate", str(out), str(image_folder), "--k", "4"]) == 0
+    assert Calibration.of(load_classifier(str(out)).config).classes is None
+
+
+def test_a_restriction_that_cannot_be(classifier, splits, image_folder, some_trees, capsys):
+    command = ["calibrate", str(classifier), str(image_folder), "--k", "2", "--classes-from-dataset"]
+    assert main(command) == 2
+    assert "it has all 6 of the model: leave it out" in capsys.readouterr().err
+    model = load_classifier(str(classifier))
+    with pytest.raises(ValueError, match="classes_from_dataset says what K counts: calibrate with it"):
+        evaluate(model, splits["test"], classes_from_dataset=True)
+    calibrate(model, load_splits(str(some_trees))["validation"], k=[2], classes_from_dataset=True)
+    for wrong in ([], [1, 1], [4, 2], [0, 6], [0, True], "all", [[1]]):
+        model.config.calibration = {**model.config.calibration, "classes": wrong}
+        with pytest.raises(ValueError, match=r"calibration\.classes must list ids below 6"):
+            Calibration.of(model.config)
+
+
+def test_commands_use_the_accelerator(classifier, image_folder, tmp_path, monkeypatch):
+    """On a device that computes nothing they cannot answer; before, they stayed on the CPU."""
+    out = tmp_path / "out"
+    assert main(["calibrate", str(classifier), str(image_folder), "--k", "2", "--out", str(out)]) == 0
+    monkeypatch.setattr("avgk_hf.classifiers.best_device", lambda: torch.device("meta"))
+    for command in (["calibrate", str(out), str(image_folder)], ["evaluate", str(out), str(image_folder)],
+                    ["predict", str(out), str(image_folder / "test")]):  # fmt: skip
+        with pytest.raises((RuntimeError, NotImplementedError), match="meta"):
+            main(command)
+
+
+def test_the_best_device_is_that_of_this_process(monkeypatch):
+    monkeypatch.setattr(
+        "avgk_hf.classifiers.PartialState", lambda cpu: SimpleNamespace(device="cpu" if cpu else "cuda:1")
+    )
+    for available, device in ((True, "cuda:1"), (False, "cpu")):
+        monkeypatch.setattr(torch.accelerator, "is_available", lambda found=available: found)
+        assert best_device() == device
+
+
+def test_predict_in_batches(classifier, image_folder, tmp_path, capsys, monkeypatch):
+    out, found, sizes = tmp_path / "out", {}, []
+    assert main(["calibrate", str(classifier), str(image_folder), "--k", "2", "--out", str(out)]) == 0
+    images = [str(image_folder / "test"), str(tmp_path / "broken.png")]
+    Path(images[1]).write_text("no image")
+
+    def counted(model, pixels, *more):
+        sizes.append(len(pixels))
+        return model_scores(model, pixels, *more)
+
+    monkeypatch.setattr("avgk_hf.classifiers.model_scores", counted)
+    for size in (1, 13, 64):
+        capsys.readouterr()
+        command = ["predict", str(out), *images, "--on-bad-image", "skip", "--batch-size", str(size), "--json"]
+        assert main(command) == 0
+        found[size] = json.loads(capsys.readouterr().out)
+    assert sizes == [1] * 30 + [13, 13, 4] + [30]
+    for size in (13, 64):
+        for one, other in zip(found[1], found[size], strict=True):
+            assert one["image"] == other["image"]
+            assert [item["label"] for item in one["set"]] == [item["label"] for item in other["set"]]
+            assert [item["score"] for item in one["set"]] == pytest.approx([item["score"] for item in other["set"]])
+    assert main(["predict", str(out), images[0], "--batch-size", "0"]) == 2
+    assert "--batch-size=0 must be a whole number of at least 1" in capsys.readouterr().err

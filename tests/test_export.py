@@ -25,7 +25,7 @@ from avgk_hf.export import export_onnx, exportable
 from avgk_hf.recipes import parse_recipe
 from avgk_hf.sets import average_k_threshold, predict_sets
 from avgk_hf.train import build_model
-from conftest import CLASSES, save_vit
+from conftest import CLASSES, save_vit, write_images
 
 ROOT = Path(__file__).parent.parent
 KS = (1, 2, 5)
@@ -315,6 +315,31 @@ def test_int8_graph_keeps_what_the_file_says(saved, splits, tmp_path, capsys):
     pixels = torch.stack([transform.image(row["image"]) for row in splits["test"]])
     scores = [run(graph, pixels, 0.1, 8)[0] for graph in graphs]
     assert 1e-6 < np.abs(scores[0] - scores[1]).mean() < 0.05
+
+
+def test_a_graph_leaves_out_the_same_classes(make_model, tmp_path, capsys):
+    model = make_model()
+    names = dict(zip(CLASSES[:4], ("n4", "n3", "n2", "n1"), strict=True))
+    write_images(tmp_path / "some" / "validation", dict.fromkeys(CLASSES[:4], 5))
+    for name in CLASSES:
+        folder = tmp_path / "some" / "validation" / name
+        folder.rename(folder.with_name(names[name])) if name in names else folder.rmdir()
+    torch.nn.init.normal_(model.ml_head.weight, std=3)
+    labels = {new: old for old, new in names.items()}
+    calibrate(model, load_splits(str(tmp_path / "some"))["validation"], [2], labels=labels, classes_from_dataset=True)
+    model.save_pretrained(tmp_path / "model")
+    (tmp_path / "names.json").write_text(json.dumps(labels))
+    command = ["export", str(tmp_path / "model"), "--onnx", "--label-map", str(tmp_path / "names.json"), "--json"]
+    assert main(command) == 2
+    assert "name one with --dataset" in capsys.readouterr().err
+    assert main([*command, "--dataset", str(tmp_path / "some"), "--split", "validation"]) == 0
+    report = json.loads(capsys.readouterr().out)
+    (measured,) = report["measured"].values()
+    assert report["largest_difference"] < 1e-4 and measured["mean_set_size@2"] == pytest.approx(2, abs=0.1)
+    pixels = torch.randn(5, 3, 32, 32)
+    scores, sets = run(session(tmp_path / "model" / "onnx" / "model.onnx"), pixels, report["thresholds"]["2"], 5)
+    assert np.isneginf(scores[:, 4:]).all() and not sets[:, 4:].any()
+    assert scores == pytest.approx(model_scores(model, pixels).numpy(), abs=1e-4)
 
 
 def test_foreign_classifiers_export_too(tmp_path, splits, capsys):

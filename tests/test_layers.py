@@ -10,9 +10,9 @@ ROOT = Path(__file__).parent.parent
 PACKAGE = ROOT / "avgk_hf"
 # a file may import those of the layers before its own, and in its own those that are named before it
 LAYERS = [
-    "checks files processes shell images plain_yaml scores sets",
+    "checks files shell images plain_yaml scores sets processes",
     "conformal losses",
-    "questions calibration statistics",
+    "questions calibration scope statistics",
     "backbones weights configuration data",
     "monitor pipeline modeling auto",
     "classifiers evaluation metrics",

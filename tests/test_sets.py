@@ -10,10 +10,12 @@ from asking import Config, threshold
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from avgk_hf.calibration import Answer, Calibration
 from avgk_hf.checks import is_number
-from avgk_hf.scores import all_scores, check_finite, head_scores, score
+from avgk_hf.evaluation import calibrate, evaluate
+from avgk_hf.scores import all_scores, check_finite, head_scores, score, wide
 from avgk_hf.sets import AverageKThreshold, average_k_threshold, check_k, k_key, predict_sets, ranked_mass, ranked_sets
 from avgk_hf.statistics import SetStatistics, class_means, curve_ks
 
@@ -687,3 +689,27 @@ def test_coverage_and_width_agree_with_mapie():
         result["average_k_accuracy"]
     )
     assert metrics.classification_mean_width_score(sets)[0] == pytest.approx(result["mean_set_size"])
+
+
+class _Watch(TorchDispatchMode):
+    """Refuses every tensor of double precision."""
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        result = func(*args, **(kwargs or {}))
+        made = result if isinstance(result, (tuple, list)) else [result]
+        doubles = [t for t in made if isinstance(t, torch.Tensor) and t.dtype == torch.float64]
+        assert not doubles, f"{func} makes float64"
+        return result
+
+
+def test_devices_without_double_precision(make_model, splits, monkeypatch):
+    """On MPS a float64 tensor is an error: a calibration and an evaluation make none where `wide` says so."""
+    assert wide("mps") == wide(torch.device("mps", 0)) == torch.float32
+    assert wide("cpu") == wide("cuda:1") == torch.float64
+    monkeypatch.setattr("avgk_hf.scores.NO_FLOAT64", ("cpu",))
+    model = make_model(head="auto")
+    with _Watch():
+        calibrate(model, splits["validation"], k=[1, 3], coverage=[0.8], per_class=True)
+        evaluate(model, splits["test"], coverage=[0.8], method="aps")
+    with pytest.raises(AssertionError, match="makes float64"), _Watch():
+        torch.zeros(2).double()

@@ -5,6 +5,7 @@ of a model's records as text.
 """
 
 import logging
+import math
 import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -93,7 +94,7 @@ class Answers:
         classes, own, lambda_val = self.image_set(scores, **question)
         values, inside, shown = own.tolist(), set(classes), classes[:ROWS]
         order = own.argsort(descending=True, stable=True).tolist()
-        below = list(islice((j for j in order if j not in inside), RUNNERS_UP))
+        below = list(islice((j for j in order if j not in inside and values[j] > -math.inf), RUNNERS_UP))
         ends = [lambda_val, *(values[j] for j in (*shown, *below))]
         low, high = (0.0, 1.0) if self.probabilities else (min(ends), max(ends))  # logits have no fixed range
 

@@ -17,6 +17,8 @@ def arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--k", type=float, nargs="+", default=[], help=sizes)
     levels = "coverage levels to compute thresholds for (0.9 0.95 0.99)"
     parser.add_argument("--coverage", type=float, nargs="+", metavar="C", help=levels)
+    restricted = "sets hold only the dataset's classes, and K counts only these"
+    parser.add_argument("--classes-from-dataset", action="store_true", help=restricted)
     parser.add_argument("--plot", metavar="FILE", help="picture of size against coverage, PNG or SVG")
     parser.add_argument("--out", help="folder for the calibrated model (default: write to MODEL)")
     parser.add_argument("--push", metavar="REPO", help="upload the folder of --out to the Hub")
@@ -24,15 +26,15 @@ def arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> None:
     from ..calibration import Calibration
-    from ..classifiers import load_classifier, write_thresholds
+    from ..classifiers import best_device, load_classifier, write_thresholds
     from ..hub import push_folder
 
     if not args.out and (args.push or not Path(args.model).is_dir()):
         raise ValueError("name a folder for the calibrated model with --out.")
     refuse_link(args.out or args.model)  # now, and not when all is computed
-    model = load_classifier(args.model)
+    model = load_classifier(args.model).to(best_device())
     split, before = read_split(args), _recorded(model.config)
-    metrics = measure(model, split, args, calibrate=True)
+    metrics = measure(model, split, args, calibrate=True, classes_from_dataset=args.classes_from_dataset)
     if not is_first_process():
         return
     if args.out:

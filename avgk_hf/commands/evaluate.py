@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from ..files import refuse_link, write_text
-from .options import ALLOW_OUTSIDE, BAD_IMAGES, METHOD
+from .options import ALLOW_OUTSIDE, BAD_IMAGES, BATCH_SIZE, METHOD, label_arguments, labels_of
 
 HELP = "evaluate a calibrated model; on images without labels only the sizes of its sets"
 
@@ -29,25 +29,26 @@ def shared_arguments(parser: argparse.ArgumentParser, split: str) -> None:
     parser.add_argument("dataset", help="glyphs, a folder of images or parquet, a saved dataset, or a Hub id")
     parser.add_argument("--split", default=split, help="split of the dataset (%(default)s)")
     parser.add_argument("--per-class", action="store_true", help="coverage thresholds for each class")
-    parser.add_argument("--batch-size", type=int, default=64, help="images per forward pass (%(default)s)")
+    parser.add_argument("--batch-size", **BATCH_SIZE)
     parser.add_argument("--workers", type=int, default=0, help="processes that read images (%(default)s)")
     parser.add_argument("--seed", type=int, default=0, help="seed of generated glyphs (%(default)s)")
     parser.add_argument("--image-column", default="image", help="column that holds the images (%(default)s)")
     parser.add_argument("--label-column", default="label", help="column that holds the classes (%(default)s)")
     parser.add_argument("--validation-per-class", type=int, help="take so many images of each class from train")
     parser.add_argument("--split-seed", type=int, default=0, help="which of them, as in training (%(default)s)")
+    label_arguments(parser)
     parser.add_argument("--on-bad-image", **BAD_IMAGES)
     parser.add_argument("--allow-outside", **ALLOW_OUTSIDE)
     parser.add_argument("--json", action="store_true", help="print the metrics as JSON")
 
 
 def run(args: argparse.Namespace) -> None:
-    from ..classifiers import load_classifier
+    from ..classifiers import best_device, load_classifier
     from ..monitor import SetSizeMonitor
 
     if args.out:  # now, and not when all is computed
         refuse_link(Path(args.out).parent)
-    model = load_classifier(args.model)
+    model = load_classifier(args.model).to(best_device())
     split = read_split(args, unlabelled=args.label_column == "label")  # one that is named has to be there
     monitor = SetSizeMonitor.from_config(model.config, *args.k[:1])
     metrics = measure(model, split, args, method=args.method, monitor=monitor)
@@ -77,6 +78,7 @@ def read_split(args: argparse.Namespace, unlabelled: bool = False) -> Any:
         split_seed=args.split_seed,
         unlabelled=unlabelled,
         allow_outside=args.allow_outside,
+        allow_new_classes=True,  # the model's classes count
     )
     name = args.split
     if len(splits) == 1 and name == "test" and "label" not in next(iter(splits.values())).column_names:
@@ -103,6 +105,7 @@ def measure(model: Any, split: Any, args: argparse.Namespace, **how: Any) -> dic
         on_bad_image=args.on_bad_image,
         coverage=args.coverage,
         per_class=args.per_class,
+        labels=labels_of(args),
         **how,
     )
 

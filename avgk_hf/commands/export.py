@@ -4,7 +4,7 @@ import argparse
 import json
 from pathlib import Path
 
-from .options import ALLOW_OUTSIDE
+from .options import ALLOW_OUTSIDE, label_arguments, labels_of
 
 HELP = "write a model as ONNX, from pixels to scores and sets"
 
@@ -18,6 +18,7 @@ def arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--int8", action="store_true", help="also write an 8-bit graph")
     parser.add_argument("--dataset", help="labelled images to measure the graphs on, as for `avgk evaluate`")
     parser.add_argument("--split", default="test", help="split of the dataset (%(default)s)")
+    label_arguments(parser)
     parser.add_argument("--allow-outside", **ALLOW_OUTSIDE)
     parser.add_argument("--plot", metavar="FILE", help="picture of the graphs' sizes and accuracies")
     parser.add_argument("--json", action="store_true", help="print the report as JSON")
@@ -25,17 +26,20 @@ def arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> None:
     from ..classifiers import load_classifier
-    from ..data import load_splits
+    from ..data import align_labels, load_splits
     from ..export import describe, export_onnx
 
     if not args.out and not Path(args.model).is_dir():
         raise ValueError("name a folder for the exported model with --out.")
     out = args.out or str(Path(args.model) / "onnx")
+    if not args.dataset and (args.label_map or args.labels_by_position):
+        raise ValueError("there are no classes to match without a dataset to measure on: name one with --dataset.")
     model = load_classifier(args.model)
-    splits = load_splits(args.dataset, allow_outside=args.allow_outside) if args.dataset else {}
+    given = {"allow_outside": args.allow_outside, "allow_new_classes": True}  # the model's classes count
+    splits = load_splits(args.dataset, **given) if args.dataset else {}
     if splits and args.split not in splits:
         raise ValueError(f"the dataset {args.dataset!r} has no split {args.split!r}, only {list(splits)}: --split.")
-    dataset = splits[args.split] if splits else None
+    dataset = align_labels(splits[args.split], model.config, labels_of(args)) if splits else None
     report = export_onnx(model, out, args.k, args.opset, args.int8, dataset)
     if args.plot:
         from ..study.plots import export_bars

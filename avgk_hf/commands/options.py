@@ -1,5 +1,8 @@
 """Options that several commands have."""
 
+import argparse
+from typing import Any
+
 BAD_IMAGES = {
     "choices": ("error", "skip"),
     "default": "error",
@@ -9,4 +12,23 @@ ALLOW_OUTSIDE = {
     "action": "store_true",
     "help": "let the dataset point out of itself: links, paths of images, addresses in its README",
 }
+BATCH_SIZE = {"type": int, "default": 64, "help": "images per forward pass (%(default)s)"}
 METHOD = {"default": "lac", "help": "how coverage is reached: lac, aps or raps (%(default)s)"}
+
+
+def label_arguments(parser: argparse.ArgumentParser) -> None:
+    """How the classes of a dataset are matched to the model's."""
+    labels = parser.add_mutually_exclusive_group()
+    by_name = "the model's name of each of the dataset's classes: CSV with two columns, or a JSON mapping"
+    labels.add_argument("--label-map", metavar="FILE", help=by_name)
+    by_position = "class i of the dataset is class i of the model, whatever their names"
+    labels.add_argument("--labels-by-position", action="store_true", help=by_position)
+
+
+def labels_of(args: argparse.Namespace) -> Any:
+    """What `align_labels` takes of them."""
+    from ..data.classes import read_label_map
+
+    if args.label_map:
+        return read_label_map(args.label_map)
+    return "position" if args.labels_by_position else "name"

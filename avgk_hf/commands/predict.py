@@ -3,10 +3,12 @@
 import argparse
 import json
 import sys
+from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 from ..shell import printable
-from .options import BAD_IMAGES, METHOD
+from .options import BAD_IMAGES, BATCH_SIZE, METHOD
 
 HELP = "print the predicted set of each image: as many classes as it needs, best first"
 
@@ -22,23 +24,23 @@ def arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--per-class", action="store_true", help="reach the coverage in every class")
     parser.add_argument("--min-size", type=int, default=1, help="at least this many classes (%(default)s)")
     parser.add_argument("--max-size", type=int, help="at most this many classes")
+    parser.add_argument("--batch-size", **BATCH_SIZE)
     parser.add_argument("--on-bad-image", **BAD_IMAGES)
     parser.add_argument("--json", action="store_true", help="print JSON")
 
 
 def run(args: argparse.Namespace) -> None:
-    from huggingface_hub.utils import tqdm
-
     from ..calibration import Calibration
-    from ..classifiers import load_classifier, model_scores, transform_for
+    from ..checks import check_whole
+    from ..classifiers import best_device, load_classifier, model_scores, transform_for
     from ..data import image_files
     from ..questions import Question
 
     names = ("k", "coverage", "cumulative", "lambda_val", "method", "per_class", "min_size", "max_size")
     question = Question(**{name: getattr(args, name) for name in names})
-    model = load_classifier(args.model)
+    check_whole("--batch-size", args.batch_size, 1)
+    model = load_classifier(args.model).to(best_device())
     answer = Calibration.of(model.config).answer(question)
-    transform = transform_for(model)
     paths = []
     for path in args.images:
         found = [str(file) for file in image_files(path)] if Path(path).is_dir() else [path]
@@ -46,18 +48,11 @@ def run(args: argparse.Namespace) -> None:
             raise ValueError(f"{path} holds no images; name image files, or a folder with PNG or JPEG files.")
         paths += found
     predictions = []
-    for path in tqdm(paths, desc="predict", unit="image", disable=len(paths) < 20):
-        try:
-            pixels = transform.image(path)
-        except (OSError, ValueError) as error:
-            if args.on_bad_image == "error":
-                raise
-            print(f"left out: {printable(error)}", file=sys.stderr)
-            continue
-        scores = model_scores(model, pixels[None], args.k)  # (1, L)
-        classes = answer.classes(scores)[0]
-        found = [{"label": model.config.id2label[j], "score": scores[0, j].item()} for j in classes]
-        predictions.append({"image": path, "set": found})
+    for names, pixels in _batches(paths, transform_for(model), args.batch_size, args.on_bad_image):
+        scores = model_scores(model, pixels, args.k).cpu()  # (b, L)
+        for name, row, classes in zip(names, scores, answer.classes(scores), strict=True):
+            found = [{"label": model.config.id2label[j], "score": row[j].item()} for j in classes]
+            predictions.append({"image": name, "set": found})
     if args.json:
         plain = all(printable(item["label"]) == item["label"] for found in predictions for item in found["set"])
         plain = plain and all(printable(found["image"]) == found["image"] for found in predictions)
@@ -68,3 +63,27 @@ def run(args: argparse.Namespace) -> None:
         print(f"{printable(prediction['image'])}: {number} class{'es' * (number != 1)}")
         for item in prediction["set"]:
             print(f"  {item['score']:8.4f}  {printable(item['label'])}")
+
+
+def _batches(paths: list[str], transform: Any, size: int, on_bad_image: str) -> Iterator[tuple[list[str], Any]]:
+    """Paths and images (b, C, H, W), b at most `size`; images that keep their own shapes come apart."""
+    import torch
+    from huggingface_hub.utils import tqdm
+
+    names: list[str] = []
+    images: list[torch.Tensor] = []
+    for path in tqdm(paths, desc="predict", unit="image", disable=len(paths) < 20):
+        try:
+            image = transform.image(path)
+        except (OSError, ValueError) as error:
+            if on_bad_image == "error":
+                raise
+            print(f"left out: {printable(error)}", file=sys.stderr)
+            continue
+        if images and (len(images) == size or image.shape != images[0].shape):
+            yield names, torch.stack(images)
+            names, images = [], []
+        names.append(path)
+        images.append(image)
+    if images:
+        yield names, torch.stack(images)

@@ -1,7 +1,8 @@
 """The dataset contract: splits with `image`, `label` (ClassLabel) and `index`, and how images become tensors."""
 
 from ..images import open_image
-from .datasets import align_labels, class_counts, skip_bad_images
+from .classes import align_labels
+from .datasets import class_counts, skip_bad_images
 from .loading import load_splits
 from .transforms import image_files, prepare
 

@@ -1,6 +1,5 @@
 """The dataset contract: splits with `image`, `label` (ClassLabel) and `index`, the position in the split."""
 
-import difflib
 from typing import Any
 
 import numpy as np
@@ -50,46 +49,6 @@ def class_counts(dataset: Dataset, num_labels: int) -> np.ndarray:
                 f" build the model with `num_labels={most + 1}`, or leave out images without a label."
             )
     return np.bincount(labels, minlength=num_labels)
-
-
-def with_classes(dataset: Dataset, names: list[str]) -> Dataset:
-    """The dataset with `label` as ids of these names: text and the classes of a ClassLabel are matched by name."""
-    feature, label = dataset.features["label"], ClassLabel(names=names)
-    stored = class_ids(dataset)
-    if isinstance(feature, ClassLabel):
-        class_counts(dataset, len(feature.names))
-        stored = feature.int2str(stored)
-    ids = label.str2int(list(map(str, stored)))
-    relabelled = dataset.remove_columns("label").add_column("label", ids, feature=label)
-    return relabelled.select_columns(dataset.column_names)
-
-
-def align_labels(dataset: Dataset, config: Any) -> Dataset:
-    """The dataset with the model's class ids: classes are matched by name, and unknown ones refused.
-
-    A folder without images of some class has other ids than the training set had. Where no name is known at all but
-    the numbers of classes agree, the ids are taken as they are.
-
-    Args:
-        dataset: One split of `load_splits`.
-        config: A model's config with `id2label`.
-    """
-    names = dataset.features["label"].names
-    class_counts(dataset, len(names))
-    known = [config.id2label[i] for i in range(len(config.id2label))]
-    if known[: len(names)] == names:
-        return dataset
-    unknown = [name for name in names if name not in set(known)]
-    if len(unknown) == len(names) == len(known):
-        return dataset
-    if unknown:
-        near = difflib.get_close_matches(unknown[0], known, n=1)
-        raise ValueError(
-            f"the dataset has {len(unknown)} classes that the model does not know, e.g. {unknown[0]!r}"
-            + (f" (the model knows {near[0]!r})" if near else "")
-            + ". Name the classes as in the model's config, or leave these images out."
-        )
-    return with_classes(dataset, known)
 
 
 def split_validation(splits: DatasetDict, per_class: int, seed: int = 0) -> DatasetDict:

@@ -9,7 +9,8 @@ from datasets.exceptions import DatasetGenerationError
 from ..checks import reason_of
 from .boundary import check_builder, check_folder, check_images
 from .cifar import is_cifar_archive, load_cifar
-from .datasets import contract, split_validation, with_classes
+from .classes import check_new_classes, nfc, with_classes
+from .datasets import contract, split_validation
 from .glyphs import load_glyphs
 from .plantnet import is_plantnet, load_plantnet
 
@@ -31,6 +32,7 @@ def load_splits(
     split_seed: int = 0,
     unlabelled: bool = False,
     allow_outside: bool = False,
+    allow_new_classes: bool = False,
 ) -> DatasetDict:
     """Load a dataset and bring it to the contract: columns `image`, `label` (ClassLabel) and `index`.
 
@@ -47,10 +49,11 @@ def load_splits(
             splits have no column `label`.
         allow_outside: Whether the dataset may point out of itself: links, paths of images, and addresses on the
             network in its README. Only for a dataset whose author you trust.
+        allow_new_classes: Whether other splits may have classes without an image in `train`.
 
     Returns:
         The splits under their own names, usually train, validation and test. All have the same classes, matched by
-        name; a class that only some splits have is a class without images in the others.
+        name, in Unicode's form NFC.
     """
     if image_column == label_column:
         raise ValueError(f"image_column and label_column are both {image_column!r}: name the two columns.")
@@ -67,6 +70,8 @@ def load_splits(
         splits = _to_contract(splits, dataset, {"image": image_column, "label": label_column}, unlabelled)
         if not allow_outside:
             check_images(splits, dataset)
+    if not allow_new_classes:
+        check_new_classes(splits)
     return splits if validation_per_class is None else split_validation(splits, validation_per_class, split_seed)
 
 
@@ -158,14 +163,14 @@ def _class_names(splits: DatasetDict, dataset: str, label_column: str) -> list[s
     """The names of the classes over all splits."""
     features = [split.features[label_column] for split in splits.values()]
     if all(isinstance(feature, ClassLabel) for feature in features):
-        return list(dict.fromkeys(name for feature in features for name in feature.names))
+        return list(dict.fromkeys(nfc(name) for feature in features for name in feature.names))
     place = f"dataset {dataset!r}: the column {label_column!r}"
     plain = all(isinstance(feature, Value) for feature in features)
     labels = [label for split in splits.values() for label in split.unique(label_column)] if plain else features
     if any(label is None for label in labels):
         raise ValueError(f"{place} has missing values.")
     if all(isinstance(label, str) for label in labels):
-        return sorted(set(labels))
+        return sorted(set(map(nfc, labels)))
     if not all(type(label) is int for label in labels) or min(labels) < 0:
         raise ValueError(
             f"{place} holds neither text nor whole numbers from 0 in all splits, e.g. {str(labels[0])[:100]}; leave"

@@ -3,6 +3,7 @@
 import random
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -129,7 +130,11 @@ class ProcessorTransform(ImageTransform):
     """
 
     def __init__(self, processor: Any) -> None:
-        self.transform = lambda image: processor(images=image, return_tensors="pt")["pixel_values"][0]
+        self.transform = partial(_processed, processor)  # which workers can be sent, as a lambda cannot
+
+
+def _processed(processor: Any, image: Pillow.Image) -> torch.Tensor:
+    return processor(images=image, return_tensors="pt")["pixel_values"][0]
 
 
 def prepare(

@@ -1,0 +1,72 @@
+"""What an evaluation is about: which set sizes, coverage levels and thresholds; what cannot be asked is refused."""
+
+from collections.abc import Iterable
+from typing import Any
+
+from .calibration import Calibration
+from .conformal import LEVELS, check_enough, check_level, enough_images
+from .questions import Question
+from .sets import check_k, k_key
+
+
+def check_asked(labelled: bool, calibrate: bool, monitored: bool, by_coverage: bool, restricted: bool) -> None:
+    """Refuse what cannot be asked of one evaluation."""
+    if calibrate and monitored:
+        raise ValueError("a monitor compares other images with those of the calibration: evaluate with it afterwards.")
+    if calibrate and not labelled:
+        raise ValueError("the images have no labels: calibrate on labelled ones, split/<class>/image.jpg.")
+    if by_coverage and not labelled:
+        raise ValueError("the images have no labels, so no coverage can be measured on them: ask for sizes only (k).")
+    if restricted and not calibrate:
+        raise ValueError("classes_from_dataset says what K counts: calibrate with it, and evaluate afterwards.")
+
+
+def evaluated_sizes(
+    config: Any, k: list[float], calibrate: bool, labelled: bool, watched: float | None, number: int
+) -> list[float]:
+    """The average set sizes of an evaluation: the model's own, those asked for or all recorded, the monitor's."""
+    calibration = Calibration.of(config)
+    ks = k or (calibration.ks if labelled else [])
+    if hasattr(config, "k") and labelled:
+        ks = [config.k, *ks]
+    if watched is not None:
+        ks = [*ks, watched]
+    if not ks and calibrate:
+        raise ValueError("name the average set sizes to calibrate for, e.g. `k=[1, 2, 5]`.")
+    for size in ks or [None]:
+        if not calibrate:
+            calibration.threshold(size)  # refuses one that is not calibrated
+        check_k(size, number)
+    return list({k_key(size): size for size in ks}.values())
+
+
+def evaluated_levels(
+    config: Any, coverage: Iterable[float] | None, calibrate: bool, num_examples: int, method: str, per_class: bool
+) -> list[float]:
+    """The coverage levels to calibrate or to report; one that was asked for and cannot be had is refused."""
+    if calibrate and coverage is None:
+        return [level for level in LEVELS if num_examples >= enough_images(level)]
+    if calibrate:
+        for level in coverage:
+            check_enough(check_level(level), num_examples)
+        return list(coverage)
+    calibration = Calibration.of(config)
+    found = list(coverage) if coverage is not None else calibration.levels(method, per_class)
+    if coverage is None and not found and (per_class or method != "lac"):
+        found = [LEVELS[0]]  # to be refused with what is missing
+    for level in found:
+        calibration.answer(Question(coverage=level, method=method, per_class=per_class))
+    return found
+
+
+def stored_thresholds(
+    calibration: Calibration, heads: Iterable[str], ks: Iterable[float]
+) -> dict[str, dict[float, float]]:
+    """The thresholds of every head for the K that it was calibrated for; the head that answers must have them all."""
+    found = {calibration.head(k): {} for k in ks}
+    for head in heads:
+        known = calibration.thresholds.get(head) or {}
+        for k in ks:
+            if calibration.head(k) == head or (known and min(known) <= k <= max(known)):
+                found.setdefault(head, {})[k] = calibration.head_threshold(head, k)
+    return {head: found[head] for head in heads if head in found}
