@@ -16,6 +16,7 @@ from transformers import EarlyStoppingCallback, TrainingArguments
 from transformers.hf_argparser import HfArg
 
 from .checks import check_choice, check_whole, is_number
+from .configuration import IMAGE_PROCESSOR
 from .conformal import LEVELS, METHODS, check_level
 from .sets import check_k
 
@@ -118,7 +119,7 @@ def check_refused(given: Mapping[str, Any]) -> None:
     """
     for name, (taken, reason) in REFUSED.items():
         if name in given and not any(given[name] is value or given[name] == value for value in taken):
-            raise ValueError(f"{name}={given[name]!r} is not honoured, so it is refused: {reason}.")
+            raise ValueError(f"{name}={given[name]!r} is not honoured, so it is refused: {reason}. Leave it out.")
 
 
 def check_trainer_arguments(args: "AvgKTrainingArguments", given: Mapping[str, Any]) -> None:
@@ -131,6 +132,12 @@ def check_trainer_arguments(args: "AvgKTrainingArguments", given: Mapping[str, A
         raise ValueError(
             f"batch_eval_metrics=True shows compute_metrics every batch, but {args.world_size} processes have"
             " different ones: leave it out; `preprocess_logits_for_metrics` keeps what is gathered small."
+        )
+    processor = type(given.get("processing_class")).__name__
+    if processor not in ("NoneType", IMAGE_PROCESSOR):
+        raise ValueError(
+            f"processing_class of type {processor} would be saved and not be used: the model's config says how images"
+            " are prepared, and the model saves that. Leave it out."
         )
     stopping = [each for each in given.get("callbacks") or () if EarlyStoppingCallback in (each, type(each))]
     if patience and stopping:
