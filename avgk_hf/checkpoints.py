@@ -169,6 +169,7 @@ class CheckpointTrainer(Trainer):
         blocking: bool = True,
         token: str | None = None,
         revision: str | None = None,
+        private: bool | None = None,
         **kwargs: Any,
     ) -> Any:
         """Save model and card and upload both. A failed upload leaves the run intact and says how to go on."""
@@ -181,7 +182,7 @@ class CheckpointTrainer(Trainer):
         return push_folder(
             self.args.output_dir,
             self.hub_model_id,
-            self.args.hub_private_repo,
+            self.args.hub_private_repo if private is None else private,
             token or self.args.hub_token,
             commit_message=commit_message,
             revision=revision or self.args.hub_revision,
@@ -219,7 +220,9 @@ class CheckpointTrainer(Trainer):
                 shutil.rmtree(unfinished, ignore_errors=True)
         if args.push_to_hub and self.is_world_process_zero() and args.hub_strategy != HubStrategy.END:
             try:
-                push_folder(final, self.hub_model_id, args.hub_private_repo, args.hub_token)
+                push_folder(
+                    final, self.hub_model_id, args.hub_private_repo, args.hub_token, revision=args.hub_revision
+                )
             except OSError as error:  # which must not end the training
                 logger.warning(f"{error} Training goes on.")
         if args.should_save:

@@ -8,7 +8,7 @@ import os
 import re
 from dataclasses import field, fields
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from huggingface_hub.dataclasses import strict
@@ -76,6 +76,8 @@ class AvgKConfig(PreTrainedConfig):
     """
 
     model_type = "avgk"
+    # what a Trainer's `compute_metrics` is not given, so that it gets one matrix
+    keys_to_ignore_at_inference: ClassVar = ["sccp_logits", "hidden_states"]
 
     architecture: str = "resnet18"
     model_args: dict[str, Any] = field(default_factory=dict)

@@ -112,11 +112,11 @@ class Evaluation:
             loss: Mean over the batch.
         """
         scores = all_scores(output.logits, getattr(output, "sccp_logits", None), self.score, first, self.classes)
-        if self.sets is not None:
-            self.sets.append((first, self.answer.classes(scores[self.answer.head])))
-        self.labelled &= labels is not None
         for head, statistics in self.statistics.items():
             statistics.update(scores[head], None if labels is None else labels.to(scores[head].device), first)
+        self.labelled &= labels is not None
+        if self.sets is not None:
+            self.sets.append((first, self.answer.classes(scores[self.answer.head])))
         if loss is not None:
             self.loss_sum += float(loss) * len(output.logits)
 

@@ -6,6 +6,7 @@ import shlex
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 from huggingface_hub import EvalResult, ModelCard, ModelCardData
 from transformers import TrainerCallback
 
@@ -13,6 +14,7 @@ from .calibration import Calibration
 from .checks import read_json
 from .configuration import AvgKConfig
 from .conformal import METHODS, describe_coverage, question_name
+from .evaluation import Evaluation
 from .losses import LOSSES
 from .sets import k_key
 from .weights import check_folder
@@ -32,29 +34,40 @@ COLUMNS = (
 
 
 class CardCallback(TrainerCallback):
-    """Collects for the card what the trainer evaluates."""
+    """Keeps for the card what the trainer evaluates."""
 
     def __init__(self) -> None:
         self._validation: dict[int, dict[str, float]] = {}  # by training step
         self._others: dict[str, dict[str, float]] = {}  # by prefix, e.g. test
+        self.set_sizes: list[int] | None = None  # how many test images got a set of 0, 1, 2, ... classes
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         """Take over the evaluations before the checkpoint that training goes on from."""
         for entry in state.log_history:
-            if "eval_average_k_accuracy" in entry:
-                self._validation[entry["step"]] = plain_metrics(entry, "eval_")
+            if "eval_average_k_accuracy" in entry:  # the first of a step is that of the training itself
+                self._validation.setdefault(entry["step"], plain_metrics(entry, "eval_"))
 
-    def on_evaluate(self, args: Any, state: Any, control: Any, metrics: dict[str, float], **kwargs: Any) -> None:
-        """Keep the metrics of one evaluation."""
-        prefix = next(name for name in metrics if name.endswith("_average_k_accuracy")).split("_")[0]
-        place, key = (self._validation, state.global_step) if prefix == "eval" else (self._others, prefix)
-        place[key] = plain_metrics(metrics, f"{prefix}_")
+    def record(self, prefix: str, metrics: dict[str, float], evaluation: Evaluation, step: int) -> None:
+        """Keep the metrics of one evaluation: as those of validation only where it calibrated.
+
+        Args:
+            prefix: Before the names of the metrics.
+            metrics: What was reported.
+            evaluation: What was collected; of images without labels nothing is kept.
+            step: Of the training.
+        """
+        if evaluation.calibrate:
+            self._validation[step] = plain_metrics(metrics, f"{prefix}_")
+        elif evaluation.labelled:
+            self._others[prefix] = plain_metrics(metrics, f"{prefix}_")
+            if prefix == "test":
+                self.set_sizes = np.bincount(evaluation.set_sizes(evaluation.own_k)).tolist()
 
     def results(self, config: AvgKConfig) -> dict[str, dict[str, float]]:
         """Metrics by split; on validation those of the weights that the thresholds belong to."""
         step = Calibration.of(config).source.get("step")
         validation = {"validation": self._validation[step]} if step in self._validation else {}
-        return {**validation, **self._others}
+        return {**self._others, **validation}
 
 
 def plain_metrics(metrics: dict[str, float], prefix: str) -> dict[str, float]:

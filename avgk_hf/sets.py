@@ -120,25 +120,24 @@ class AverageKThreshold:
     def update(self, scores: Tensor | np.ndarray) -> None:
         """Take in the scores (b, L) of the next b images."""
         scores = score_matrix(scores)
+        batch, num_labels = scores.shape
         if self.num_labels is None:
-            self.num_labels = scores.shape[1]
             for k in self.ks:
-                check_k(k, self.num_labels)
-        if scores.shape[1] != self.num_labels:
-            raise ValueError(f"scores for {scores.shape[1]} classes after scores for {self.num_labels}.")
-        self.num_seen += scores.shape[0]
-        if self.num_seen > self.num_examples:
+                check_k(k, num_labels)
+        elif num_labels != self.num_labels:
+            raise ValueError(f"scores for {num_labels} classes after scores for {self.num_labels}.")
+        if self.num_seen + batch > self.num_examples:
             raise ValueError(f"more than the announced num_examples={self.num_examples} images were given.")
         flat = scores.detach().reshape(-1).float()
         values = flat.numpy() if flat.device.type == "cpu" else flat
-        if values.shape[0] == 0:
-            return
         if math.isnan(float(values.dot(values))):  # NaN if any value is, and faster than a maximum
             raise ValueError(
-                f"NaN among the scores of images {self.num_seen - scores.shape[0]} to {self.num_seen - 1}: there is"
-                " no threshold. Check the logits: a lower learning rate or float32 usually cures it."
+                f"NaN among the scores of images {self.num_seen} to {self.num_seen + batch - 1}: there is no"
+                " threshold. Check the logits: a lower learning rate or float32 usually cures it."
             )
-        self._take(values)
+        self.num_labels, self.num_seen = num_labels, self.num_seen + batch  # a batch that is refused does not count
+        if batch:
+            self._take(values)
 
     def survivors(self, device: torch.device | str = "cpu") -> Tensor:
         """The scores (h,) that the thresholds can still need: what another process has to `merge`."""

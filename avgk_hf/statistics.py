@@ -82,7 +82,9 @@ class SetStatistics:
             raise ValueError(f"scores for {scores.shape[1]} classes after scores for {self.num_labels}.")
         if self.num_seen and self.labelled != (labels is not None):
             raise ValueError("some images have labels and others none: leave out those without, or all labels.")
-        self.num_labels, self.labelled = scores.shape[1], labels is not None
+        first = self.num_seen if first is None else first
+        if max(self.num_seen, first) + len(scores) > self.num_examples:
+            raise ValueError(f"more than the announced num_examples={self.num_examples} images were given.")
         new = {} if labels is None else self._of_true_class(scores, checked_labels(scores, labels))
         new["best"] = scores.amax(1)
         if self.stream is not None:
@@ -95,10 +97,9 @@ class SetStatistics:
             )
         else:
             new |= {k_key(k): (scores >= self.thresholds[k]).sum(1) for k in self.ks}
-        first = self.num_seen if first is None else first
+        # nothing is refused from here on: a batch that was does not count
+        self.num_labels, self.labelled = scores.shape[1], labels is not None
         self.num_seen += len(scores)
-        if self.num_seen > self.num_examples or first + len(scores) > self.num_examples:
-            raise ValueError(f"more than the announced num_examples={self.num_examples} images were given.")
         for name, column in self.columns(scores.device).items():
             column[first : first + len(scores)] = new[name]
 

@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 import torch
 from datasets import Dataset, DatasetDict
-from transformers import EarlyStoppingCallback, set_seed
+from transformers import set_seed
 from transformers.utils import logging
 
 from . import __version__
@@ -129,7 +129,6 @@ def make_trainer(
         )
     set_seed(args.seed)
     model = build_model(model_args, data["train"].features["label"].names)
-    patience = args.early_stopping_patience
     return AvgKTrainer(
         model=None if model_init else model,
         model_init=model_init,
@@ -138,7 +137,6 @@ def make_trainer(
         eval_dataset=prepare(data["validation"], model.config, keep=data_args.cache_images),
         # a local folder goes into config and card by its name only: they are made to be shared
         dataset_name=Path(data_args.dataset).name if Path(data_args.dataset).exists() else data_args.dataset,
-        callbacks=[EarlyStoppingCallback(patience)] if patience else None,
     )
 
 

@@ -1,18 +1,17 @@
 """`AvgKTrainer`: transformers' Trainer with the average-K objective, and thresholds computed while evaluating."""
 
 from bisect import bisect
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import datasets
-import numpy as np
 import torch
 from torch import Tensor, nn
-from torch.utils.data import DataLoader, Dataset, default_collate
-from transformers import PreTrainedModel
+from torch.utils.data import DataLoader, Dataset
+from transformers import EarlyStoppingCallback, PreTrainedModel
 from transformers.trainer_utils import EvalLoopOutput, has_length
 from transformers.utils import logging
 
@@ -21,14 +20,16 @@ from .checkpoints import CheckpointTrainer, optimizer_states
 from .configuration import AvgKConfig
 from .conformal import enough_images, level_key
 from .data import class_counts
+from .data.datasets import check_length, collate
 from .evaluation import Evaluation, loop
 from .files import new_file
 from .losses import LOSSES, make_loss
 from .model_card import CardCallback, hyperparameters, render_card
+from .predictions import Predictions
 from .processes import broadcast
 from .sets import check_k, k_key
 from .statistics import SetStatistics
-from .training_args import AvgKTrainingArguments
+from .training_args import AvgKTrainingArguments, check_trainer_arguments
 
 logger = logging.get_logger(__name__)
 LARGE_STATE = 2 * 2**30
@@ -47,11 +48,16 @@ class AvgKTrainer(CheckpointTrainer):
     A threshold belongs to the weights it was computed on: it is dropped with the next training step, saved with the
     checkpoint, and comes back with it.
 
+    An argument of `Trainer` or field of `TrainingArguments` is honoured or refused; `training_args` lists them all.
+    What `compute_metrics` returns joins our metrics; its predictions are the `logits`, and for an `ignore_keys` of
+    your own all fields of the output but those.
+
     Args:
         model: The model; or pass `model_init`, as in `Trainer`, for a hyperparameter search.
         args: `AvgKTrainingArguments`.
-        train_dataset: Examples with `pixel_values`, `labels` and `index`, as `avgk_hf.prepare` gives them.
-        eval_dataset: The validation set, in the same form.
+        train_dataset: Examples with `pixel_values`, `labels` and `index`, as `avgk_hf.prepare` gives them; `label` and
+            `label_ids` do for `labels`.
+        eval_dataset: The validation set, in the same form and with a length.
         dataset_name: Name of the data in the calibration record.
         kwargs: As in `Trainer`.
     """
@@ -73,6 +79,7 @@ class AvgKTrainer(CheckpointTrainer):
             raise ValueError(
                 "pass one validation set as `eval_dataset`: the thresholds come from it, not from several."
             )
+        check_trainer_arguments(args, kwargs)
         self.dataset_name = dataset_name
         self._fit = partial(self._fit_to_data, args, train_dataset, eval_dataset)
         if model is not None:
@@ -81,9 +88,15 @@ class AvgKTrainer(CheckpointTrainer):
         self._calibrating = False
         self.evaluation: Evaluation | None = None  # the last
         # torch's own collates a worker's images in the memory it shares; the stock one costs a further copy of them
-        kwargs.setdefault("data_collator", default_collate)
+        kwargs.setdefault("data_collator", collate)
+        if args.early_stopping_patience:
+            kwargs["callbacks"] = [
+                *(kwargs.get("callbacks") or []),
+                EarlyStoppingCallback(args.early_stopping_patience),
+            ]
         super().__init__(model=model, args=args, train_dataset=train_dataset, eval_dataset=eval_dataset, **kwargs)
         self.add_callback(self.card)
+        self._check_optimizers()
 
     def call_model_init(self, trial: Any = None) -> PreTrainedModel:
         """As in `Trainer`; a new model comes with a new criterion."""
@@ -95,7 +108,15 @@ class AvgKTrainer(CheckpointTrainer):
         self, args: AvgKTrainingArguments, train: Dataset | None, validation: Dataset | None, model: PreTrainedModel
     ) -> None:
         """Check that model and data fit each other, and make the loss."""
-        config: AvgKConfig = model.config
+        config: AvgKConfig = getattr(model, "config", None)
+        if getattr(config, "model_type", None) != AvgKConfig.model_type:
+            raise ValueError(
+                f"a model of class {type(model).__name__}: AvgKTrainer trains an AvgKForImageClassification, as"
+                " `AvgKForImageClassification.from_timm` builds it. Another classifier gets thresholds without"
+                " training from `avgk_hf.calibrate`."
+            )
+        if validation is not None:
+            check_length("eval_dataset", validation)
         for k in args.calibrate_k:
             check_k(k, config.num_labels)
         for name, dataset in (("train_dataset", train), ("eval_dataset", validation)):
@@ -111,6 +132,16 @@ class AvgKTrainer(CheckpointTrainer):
         self.criterion = make_loss(config, num_examples).to(args.device)
         broadcast(list(self.criterion.state_dict().values()))
 
+    def _check_optimizers(self) -> None:
+        """Refuse what would not reach an optimizer or a schedule that was given ready."""
+        objective, args = self.model.config.objective, self.args
+        own = f"the parameters of objective {objective!r}" if any(True for _ in self.criterion.parameters()) else None
+        missed = own or ("decay_all" if args.decay_all else None) if self.optimizer is not None else None
+        if self.lr_scheduler is not None and args.lr_milestones:
+            missed = f"lr_milestones={args.lr_milestones}"
+        if missed:
+            raise ValueError(f"optimizers were made without {missed}: leave `optimizers` out, or that.")
+
     def compute_loss(
         self,
         model: nn.Module,
@@ -119,7 +150,11 @@ class AvgKTrainer(CheckpointTrainer):
         num_items_in_batch: Tensor | int | None = None,
     ) -> Tensor | tuple[Tensor, Any]:
         """The objective on the model's outputs."""
-        outputs = model(pixel_values=inputs["pixel_values"], return_dict=True)
+        if "labels" not in inputs:
+            raise ValueError(
+                f"a batch has no `labels`, only {list(inputs)}: neither training nor calibration does without them."
+            )
+        outputs = _forward(model, inputs)
         loss = self.criterion(outputs, inputs["labels"], inputs.get("index"))
         return (loss, outputs) if return_outputs else loss
 
@@ -169,22 +204,34 @@ class AvgKTrainer(CheckpointTrainer):
 
     @contextmanager
     def _every_image_once(self) -> Iterator[None]:
-        """What is loaded meanwhile has no batch that is filled up or dropped, as in training."""
+        """What is loaded meanwhile has no batch that is filled up, dropped or out of order, as in training."""
         config, args = self.accelerator.dataloader_config, self.args
-        kept = config.even_batches, config.split_batches, args.dataloader_drop_last
-        config.even_batches = config.split_batches = args.dataloader_drop_last = False
+        changed = [
+            (config, "even_batches", False),
+            (config, "split_batches", False),
+            (config, "dispatch_batches", None),
+        ]
+        changed += [(args, "dataloader_drop_last", False), (args, "dataloader_in_order", True)]
+        kept = [(place, name, getattr(place, name)) for place, name, _ in changed]
         try:
+            for each in changed:
+                setattr(*each)
             yield
         finally:
-            config.even_batches, config.split_batches, args.dataloader_drop_last = kept
+            for each in kept:
+                setattr(*each)
 
     def get_eval_dataloader(self, eval_dataset: Dataset | None = None) -> DataLoader:
         """As in `Trainer`, with every image once."""
+        if eval_dataset is not None and eval_dataset is not self.eval_dataset:
+            # with persistent workers the stock method would give the loader of the validation set again
+            return self.get_test_dataloader(eval_dataset)
         with self._every_image_once():
-            return super().get_eval_dataloader(eval_dataset)
+            return super().get_eval_dataloader()
 
     def get_test_dataloader(self, test_dataset: Dataset) -> DataLoader:
         """As in `Trainer`, with every image once."""
+        check_length("the dataset to evaluate", test_dataset)
         with self._every_image_once():
             return super().get_test_dataloader(test_dataset)
 
@@ -196,7 +243,7 @@ class AvgKTrainer(CheckpointTrainer):
 
     def evaluate(
         self,
-        eval_dataset: Dataset | None = None,
+        eval_dataset: Dataset | Mapping[str, Dataset] | None = None,
         ignore_keys: list[str] | None = None,
         metric_key_prefix: str = "eval",
         calibrate: bool | None = None,
@@ -204,17 +251,24 @@ class AvgKTrainer(CheckpointTrainer):
         """Evaluate, and calibrate where the dataset is the trainer's own validation set.
 
         Args:
-            eval_dataset: Another dataset than the trainer's `eval_dataset`.
+            eval_dataset: Another dataset than the trainer's `eval_dataset`; without labels, sizes only. Of several,
+                `{name: dataset}`, each is evaluated with its name in the prefix, `eval_<name>`, and none calibrates.
             ignore_keys: As in `Trainer`.
             metric_key_prefix: Put before the names of the metrics.
             calibrate: Whether to compute new thresholds from this dataset and store them. Default: only for the
                 trainer's own `eval_dataset`.
         """
+        several = isinstance(eval_dataset, Mapping)
+        if several and calibrate:
+            raise ValueError(f"calibrate=True: thresholds come from one dataset, not from {list(eval_dataset)}.")
         self._calibrating = eval_dataset is None if calibrate is None else calibrate
         try:
-            return super().evaluate(eval_dataset, ignore_keys, metric_key_prefix)
+            metrics = super().evaluate(eval_dataset, ignore_keys, metric_key_prefix)
         finally:
             self._calibrating = False
+        if not several:
+            self.card.record(metric_key_prefix, metrics, self.evaluation, self.state.global_step)
+        return metrics
 
     def evaluation_loop(
         self,
@@ -228,7 +282,8 @@ class AvgKTrainer(CheckpointTrainer):
         num_examples = self.num_examples(dataloader)
         evaluation = self.evaluation = self._plan(num_examples, description == "Prediction")
         self.callback_handler.eval_dataloader = dataloader
-        self.collect([evaluation], dataloader)
+        asked = self._predictions(num_examples, ignore_keys)
+        self.collect([evaluation, *asked], dataloader)
         if self._calibrating:
             split = str(getattr(dataloader.dataset, "split", None) or "validation")
             evaluation.store(dataset=self.dataset_name, split=split, step=self.state.global_step)
@@ -236,10 +291,25 @@ class AvgKTrainer(CheckpointTrainer):
         metrics |= evaluation.metrics()
         sets = None if evaluation.sets is None else [one for _, batch in evaluation.sets for one in batch]
         labels = self.statistics().labels if evaluation.labelled and sets is not None else None
-        metrics = {f"{metric_key_prefix}_{name}": value for name, value in metrics.items()}
+        prefix = f"{metric_key_prefix}_"
+        metrics = {f"{prefix}{name}": value for name, value in metrics.items()}
+        for name, value in (item for predictions in asked for item in predictions.metrics().items()):
+            name = name if name.startswith(prefix) else f"{prefix}{name}"
+            if name in metrics:
+                raise ValueError(f"compute_metrics returns {name!r}, which is a metric of AvgKTrainer: rename it.")
+            metrics[name] = value
         return EvalLoopOutput(sets, labels, metrics, num_examples)
 
-    def collect(self, evaluations: Sequence[Evaluation], dataloader: DataLoader) -> None:
+    def _predictions(self, num_examples: int, ignore_keys: Sequence[str] | None) -> list[Predictions]:
+        """What collects for the user's `compute_metrics`, where there is one."""
+        if self.compute_metrics is None:
+            return []
+        config, args = self.model.config, self.args
+        ignored = config.keys_to_ignore_at_inference if ignore_keys is None else ignore_keys
+        functions = self.compute_metrics, self.preprocess_logits_for_metrics
+        return [Predictions(*functions, args, ignored, num_examples, config.num_labels)]
+
+    def collect(self, evaluations: Sequence[Evaluation | Predictions], dataloader: DataLoader) -> None:
         """Go through images once with the model, its loss and the settings of this trainer.
 
         Args:
@@ -248,15 +318,15 @@ class AvgKTrainer(CheckpointTrainer):
         """
         model, args = self.model_wrapped if self.is_deepspeed_enabled else self.model, self.args
         if not self.is_in_train and (args.fp16_full_eval or args.bf16_full_eval):
-            model = model.to(dtype=torch.float16 if args.fp16_full_eval else torch.bfloat16)
+            model = model.to(args.device, torch.float16 if args.fp16_full_eval else torch.bfloat16)
         model.eval()
         broadcast(list(self.model.buffers()))  # BatchNorm statistics differ between processes
 
         def compute(batch: dict[str, Any]) -> tuple[Any, Tensor | None]:
             with self.compute_loss_context_manager():
-                if "labels" in batch:
+                if "labels" in batch or self._calibrating:
                     return self.compute_loss(model, batch, return_outputs=True)[::-1]
-                return model(pixel_values=batch["pixel_values"], return_dict=True), None
+                return _forward(model, batch), None
 
         def after() -> None:
             self.control = self.callback_handler.on_prediction_step(args, self.state, self.control)
@@ -292,9 +362,7 @@ class AvgKTrainer(CheckpointTrainer):
             return
         config = self.model.config
         repo = self.hub_model_id or model_name or Path(self.args.output_dir).name
-        tested = config.thresholds and self.evaluation is not None and not self.evaluation.calibrate
-        sizes = np.bincount(self.statistics().set_sizes(config.k)).tolist() if tested else None
-        rows = hyperparameters(config, self.args)
+        rows, sizes = hyperparameters(config, self.args), self.card.set_sizes if config.thresholds else None
         card = render_card(repo, config, self.card.results(config), rows, self.dataset_name, sizes)
         with new_file(Path(self.args.output_dir) / "README.md") as new:
             card.save(new)
@@ -302,6 +370,11 @@ class AvgKTrainer(CheckpointTrainer):
     def _load_calibration(self, checkpoint: str) -> None:
         """Take over the thresholds that were saved with the weights."""
         Calibration.carry(AvgKConfig.from_pretrained(checkpoint), self.model.config)
+
+
+def _forward(model: nn.Module, inputs: Mapping[str, Any]) -> Any:
+    # whatever the config says, nobody here reads the hidden states
+    return model(pixel_values=inputs["pixel_values"], output_hidden_states=False, return_dict=True)
 
 
 def _state_memory(config: AvgKConfig, num_examples: int, args: AvgKTrainingArguments) -> None:

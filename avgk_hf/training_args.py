@@ -1,20 +1,106 @@
-"""`AvgKTrainingArguments`: transformers' training arguments, and the sizes to calibrate for."""
+"""`AvgKTrainingArguments`: transformers' training arguments, and the sizes to calibrate for.
+
+Every field of `transformers.TrainingArguments` and every argument of `transformers.Trainer` stands in a table here,
+`HONOURED` or `REFUSED`, or in both; docs/trainer.md shows them.
+"""
 
 import math
 import os
 import re
+from collections.abc import Mapping
 from dataclasses import dataclass, fields
 from typing import Any
 
 import torch
-from transformers import TrainingArguments
+from transformers import EarlyStoppingCallback, TrainingArguments
 from transformers.hf_argparser import HfArg
 
 from .checks import check_choice, check_whole, is_number
+from .configuration import IMAGE_PROCESSOR
 from .conformal import LEVELS, METHODS, check_level
 from .sets import check_k
 
 LARGEST_SEED = 2**32 - 1
+SMALLER_IS_BETTER = ("loss", "_size", "empty_sets")  # how such a metric's name ends
+HONOURED = {  # by what they are about
+    "arguments of `Trainer`": (
+        *("model", "args", "data_collator", "train_dataset", "eval_dataset", "processing_class", "model_init"),
+        *("compute_metrics", "preprocess_logits_for_metrics", "callbacks", "optimizers", "optimizer_cls_and_kwargs"),
+    ),
+    "length of a training, seeds": (
+        *("output_dir", "num_train_epochs", "max_steps", "per_device_train_batch_size", "auto_find_batch_size"),
+        *("gradient_accumulation_steps", "seed", "data_seed", "full_determinism", "train_sampling_strategy"),
+    ),
+    "optimizer and learning rate": (
+        *("learning_rate", "lr_scheduler_type", "lr_scheduler_kwargs", "warmup_steps", "optim", "optim_args"),
+        *("weight_decay", "adam_beta1", "adam_beta2", "adam_epsilon", "optim_target_modules", "max_grad_norm"),
+    ),
+    "precision, memory, compilation": (
+        *("bf16", "fp16", "bf16_full_eval", "fp16_full_eval", "tf32", "activation_checkpointing"),
+        *("gradient_checkpointing", "torch_compile", "torch_compile_backend", "torch_compile_mode"),
+        *("torch_empty_cache_steps", "use_cpu"),
+    ),
+    "evaluation": (
+        *("eval_strategy", "eval_steps", "eval_delay", "eval_on_start", "per_device_eval_batch_size"),
+        *("batch_eval_metrics", "include_for_metrics", "eval_do_concat_batches", "eval_accumulation_steps"),
+        *("eval_use_gather_object",),
+    ),
+    "checkpoints, and the best of them": (
+        *("save_strategy", "save_steps", "save_total_limit", "save_only_model", "save_on_each_node"),
+        *("enable_jit_checkpoint", "load_best_model_at_end", "metric_for_best_model", "greater_is_better"),
+        *("resume_from_checkpoint", "ignore_data_skip", "restore_callback_states_from_checkpoint"),
+    ),
+    "reading data": (
+        *("dataloader_drop_last", "dataloader_num_workers", "dataloader_pin_memory", "dataloader_in_order"),
+        *("dataloader_persistent_workers", "dataloader_prefetch_factor", "dataloader_multiprocessing_context"),
+        *("remove_unused_columns", "label_names"),
+    ),
+    "logging": (
+        *("logging_strategy", "logging_steps", "logging_first_step", "log_on_each_node", "logging_nan_inf_filter"),
+        *("log_level", "log_level_replica", "disable_tqdm", "report_to", "run_name", "project", "trackio_space_id"),
+        *("trackio_bucket_id", "trackio_static_space_id", "debug", "skip_memory_metrics"),
+    ),
+    "the Hub": (
+        *("push_to_hub", "hub_token", "hub_private_repo", "hub_model_id", "hub_strategy", "hub_always_push"),
+        *("hub_revision",),
+    ),
+    "several processes": (
+        *("accelerator_config", "ddp_find_unused_parameters", "ddp_bucket_cap_mb", "ddp_broadcast_buffers"),
+        *("ddp_static_graph", "ddp_backend", "ddp_timeout", "local_rank"),
+    ),
+    "handed on to `Trainer`, never tried here": ("fsdp", "fsdp_config", "deepspeed"),
+    "for scripts of your own; no `Trainer` reads them": ("do_train", "do_eval", "do_predict"),
+}
+_TEXT, _TIMM = "it is for text, and a batch here holds images", "timm's backbones have a way of their own"
+_LENGTH = "images have no length: use 'random' or 'sequential'"
+# the values that are taken, and why no other is; of those that are honoured too, what else they would do
+REFUSED: dict[str, tuple[tuple[Any, ...], str]] = {
+    "compute_loss_func": (
+        (None,),
+        "the loss is the objective of the model's config; one of your own is a subclass of `avgk_hf.losses.Loss` and"
+        " an entry in `LOSSES`",
+    ),
+    "label_smoothing_factor": ((0.0,), "the objectives are those of the paper, for one certain label per image"),
+    "prediction_loss_only": ((False,), "every evaluation computes sets and thresholds, not the loss only"),
+    "include_for_metrics": (([], ["loss"]), "it would keep all images in memory: only 'loss' can be included"),
+    "logging_nan_inf_filter": ((False,), "a loss that is NaN or infinite ends the training and is not hidden"),
+    "label_names": ((None, ["labels"]), "the labels are `labels`: rename the column, or use a `data_collator`"),
+    "hub_strategy": (
+        ("end", "every_save"),
+        "optimizer states and pickles are never uploaded: use 'every_save', and resume from the local checkpoint",
+    ),
+    "train_sampling_strategy": (("random", "sequential"), _LENGTH),
+    "length_column_name": (("length",), _LENGTH),
+    "activation_checkpointing_kwargs": ((None,), _TIMM),
+    "gradient_checkpointing_kwargs": ((None,), _TIMM),
+    "parallelism_config": ((None,), "an evaluation counts on every process having images of its own"),
+    "average_tokens_across_devices": ((True,), _TEXT),
+    "include_num_input_tokens_seen": (("no", False), _TEXT),
+    "neftune_noise_alpha": ((None,), _TEXT),
+    "use_cache": ((False,), _TEXT),
+    "use_liger_kernel": ((False,), _TEXT),
+    "liger_kernel_config": ((None,), _TEXT),
+}
 # what transformers takes as it comes, to fail in the middle: fields by the least whole number that they take
 LEAST = {
     0: ("dataloader_num_workers", "seed", "data_seed"),
@@ -23,6 +109,39 @@ LEAST = {
         *("save_total_limit", "early_stopping_patience", "seeds"),
     ),
 }
+
+
+def check_refused(given: Mapping[str, Any]) -> None:
+    """Refuse what is not honoured, by its name.
+
+    Args:
+        given: Fields of `TrainingArguments` or arguments of `Trainer`, by name.
+    """
+    for name, (taken, reason) in REFUSED.items():
+        if name in given and not any(given[name] is value or given[name] == value for value in taken):
+            raise ValueError(f"{name}={given[name]!r} is not honoured, so it is refused: {reason}. Leave it out.")
+
+
+def check_trainer_arguments(args: "AvgKTrainingArguments", given: Mapping[str, Any]) -> None:
+    """Refuse arguments of `Trainer` that are not honoured, or not with these training arguments."""
+    check_refused(given)
+    metrics, patience = given.get("compute_metrics"), args.early_stopping_patience
+    if given.get("preprocess_logits_for_metrics") and not metrics:
+        raise ValueError("preprocess_logits_for_metrics prepares what `compute_metrics` is given: pass that too.")
+    if metrics and args.batch_eval_metrics and args.world_size > 1:
+        raise ValueError(
+            f"batch_eval_metrics=True shows compute_metrics every batch, but {args.world_size} processes have"
+            " different ones: leave it out; `preprocess_logits_for_metrics` keeps what is gathered small."
+        )
+    processor = type(given.get("processing_class")).__name__
+    if processor not in ("NoneType", IMAGE_PROCESSOR):
+        raise ValueError(
+            f"processing_class of type {processor} would be saved and not be used: the model's config says how images"
+            " are prepared, and the model saves that. Leave it out."
+        )
+    stopping = [each for each in given.get("callbacks") or () if EarlyStoppingCallback in (each, type(each))]
+    if patience and stopping:
+        raise ValueError(f"early_stopping_patience={patience} and an EarlyStoppingCallback: leave one of them out.")
 
 
 def _positive(value: Any) -> bool:
@@ -59,7 +178,9 @@ class AvgKTrainingArguments(TrainingArguments):
     """`TrainingArguments` with the defaults that average-K training needs.
 
     The best checkpoint is the one with the highest validation average-K accuracy, evaluation keeps no score matrix,
-    and dataset columns are left to the transform.
+    and dataset columns are left to the transform. Of another `metric_for_best_model` the highest value is best too,
+    unless its name ends with `loss`, `_size` or `empty_sets`, or `greater_is_better` says otherwise. What is not
+    honoured is refused: `HONOURED` and `REFUSED` hold every field.
 
     Args:
         calibrate_k: Average set sizes to compute thresholds for in every evaluation; the model's own `k` is always
@@ -68,7 +189,7 @@ class AvgKTrainingArguments(TrainingArguments):
             other data; a level that takes more validation images than there are is left out. Empty for none.
         calibrate_per_class: Whether to compute the thresholds of each class too, and to answer with them.
         coverage_method: How the coverage that is reported on other data is reached: `"lac"`, `"aps"` or `"raps"`.
-        early_stopping_patience: Evaluations without improvement after which `avgk train` stops.
+        early_stopping_patience: Evaluations without improvement after which the training stops.
         seeds: How often `avgk train` trains, with seeds `seed`, `seed` + 1, ..., each in a folder of its own.
         lr_milestones: Epochs after which the learning rate is multiplied by `lr_gamma`, instead of the schedule that
             `lr_scheduler_type` names.
@@ -97,7 +218,6 @@ class AvgKTrainingArguments(TrainingArguments):
     decay_all: bool = HfArg(default=False, help="Apply weight decay to biases and normalisation layers too.")
     seeds: int = HfArg(default=1, help="Train this often, with seeds `seed`, `seed` + 1, ..., and report the mean.")
     metric_for_best_model: str | None = "average_k_accuracy"
-    greater_is_better: bool | None = True
     logging_nan_inf_filter: bool = False  # a loss that is not finite ends the training
     remove_unused_columns: bool = False  # images are made from columns that the model does not know
 
@@ -109,7 +229,14 @@ class AvgKTrainingArguments(TrainingArguments):
         self._check()
         if int(os.environ.get("WORLD_SIZE", "1")) > 1 and not torch.accelerator.is_available():
             self.use_cpu = True
+        if self.greater_is_better is None and self.metric_for_best_model:
+            self.greater_is_better = not self.metric_for_best_model.partition("@")[0].endswith(SMALLER_IS_BETTER)
         super().__post_init__()
+        if self.early_stopping_patience and (self.eval_strategy == "no" or not self.metric_for_best_model):
+            raise ValueError(
+                f"early_stopping_patience={self.early_stopping_patience} counts evaluations while training: set"
+                " `eval_strategy` to 'epoch' or 'steps', and `metric_for_best_model`."
+            )
         if self.lr_milestones and self.warmup_steps:
             raise ValueError(
                 f"warmup_steps={self.warmup_steps} belongs to lr_scheduler_type, which lr_milestones replace: leave"
@@ -121,6 +248,7 @@ class AvgKTrainingArguments(TrainingArguments):
         return {**self.__dict__, "hub_token": None}
 
     def _check(self) -> None:
+        check_refused(vars(self))
         may_be_none = {item.name for item in fields(TrainingArguments) if item.default is None}
         may_be_none.add("early_stopping_patience")
         given = {name: value for name, value in vars(self).items() if value is not None or name not in may_be_none}

@@ -150,9 +150,9 @@ def make_model():
 
 @pytest.fixture
 def make_trainer(splits, make_model, tmp_path):
-    """An AvgKTrainer on the image folder; keyword arguments are training arguments."""
+    """An AvgKTrainer on the image folder; keyword arguments are training arguments, `given` are the Trainer's own."""
 
-    def make(model=None, callbacks=None, **kwargs) -> AvgKTrainer:
+    def make(model=None, callbacks=None, given=None, **kwargs) -> AvgKTrainer:
         model = model or make_model()
         defaults = {
             "output_dir": str(tmp_path / "run"),
@@ -168,12 +168,10 @@ def make_trainer(splits, make_model, tmp_path):
             "dataloader_pin_memory": False,
             "disable_tqdm": True,
         }
+        own = {name: prepare(splits[name], model.config) for name in ("train", "validation")}
+        own = {"train_dataset": own["train"], "eval_dataset": own["validation"], "callbacks": callbacks}
         return AvgKTrainer(
-            model=model,
-            args=AvgKTrainingArguments(**{**defaults, **kwargs}),
-            train_dataset=prepare(splits["train"], model.config),
-            eval_dataset=prepare(splits["validation"], model.config),
-            callbacks=callbacks,
+            model=model, args=AvgKTrainingArguments(**{**defaults, **kwargs}), **{**own, **(given or {})}
         )
 
     return make

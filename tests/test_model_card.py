@@ -3,6 +3,7 @@
 from pathlib import Path
 from types import SimpleNamespace
 
+import numpy as np
 import pytest
 import torch
 from asking import Config
@@ -90,8 +91,11 @@ def test_the_best_evaluation_is_found_by_its_step():
     log = [{"step": 2, "eval_average_k_accuracy": 0.5, "eval_runtime": 1.0}, {"step": 2, "loss": 3.0}]
     state, card = SimpleNamespace(global_step=3, log_history=log), CardCallback()
     card.on_train_begin(None, state, None)
-    card.on_evaluate(None, state, None, metrics={"eval_loss": 1.0, "eval_average_k_accuracy": 0.6, "epoch": 1.0})
-    card.on_evaluate(None, state, None, metrics={"test_loss": 2.0, "test_average_k_accuracy": 0.7})
+    calibrated, other = SimpleNamespace(calibrate=True), SimpleNamespace(calibrate=False, labelled=True)
+    other.own_k, other.set_sizes = 2, lambda k: np.array([0, 1, 1])
+    card.record("eval", {"eval_loss": 1.0, "eval_average_k_accuracy": 0.6, "epoch": 1.0}, calibrated, step=3)
+    card.record("test", {"test_loss": 2.0, "test_average_k_accuracy": 0.7}, other, step=3)
+    assert card.set_sizes == [1, 2]
     test = {"test": {"loss": 2.0, "average_k_accuracy": 0.7}}
     for record, expected in (
         ({"step": 2}, {"validation": {"average_k_accuracy": 0.5}, **test}),

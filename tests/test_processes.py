@@ -85,7 +85,7 @@ def test_evaluation_is_that_of_one_process(found, n):
     losses = ("eval_loss", "test_loss")
     for part in (one, two):
         part["metrics"] = {name: value for name, value in part["metrics"].items() if name not in losses}
-    assert two == one
+    assert two == one and {"eval_in_order", "test_in_order"} <= set(two["metrics"])  # of the user's own metric too
     assert two["examples"] == n == len(two["sets"])
     assert list(two["coverage"].get("aps", {})) == [key for key, least in (("0.5", 1), ("0.9", 9)) if n >= least]
     assert two["held"] <= 2 * (3 * n + 1)

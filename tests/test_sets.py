@@ -156,12 +156,42 @@ def test_nan_and_bad_shapes_are_refused():
         stream.update(torch.full((5, 4), math.nan))
     with pytest.raises(ValueError, match=r"shape \(5,\)"):
         stream.update(torch.rand(5))
+    stream.update(torch.rand(1, 4))
     with pytest.raises(ValueError, match="scores for 3 classes after scores for 4"):
         stream.update(torch.rand(1, 3))
     with pytest.raises(ValueError, match="lambda_val=nan"):
         predict_sets(torch.rand(2, 3), math.nan)
     with pytest.raises(ValueError, match="min_size=4"):
         predict_sets(torch.rand(2, 3), 0.1, min_size=4)
+
+
+@pytest.mark.parametrize("stored", [False, True])
+def test_a_batch_that_is_refused_does_not_count(stored):
+    """The stream and the statistics go on as if it had not been there."""
+    scores, labels = torch.rand(10, 4, generator=torch.Generator().manual_seed(0)), torch.arange(10) % 4
+    refused = [
+        (torch.full((5, 4), math.nan), labels[:5], "NaN among the scores of images 0 to 4"),
+        (torch.full((1, 2), 0.5), labels[:1], r"k=2 must be a number in \[1, 2\)"),
+        (torch.rand(11, 4), torch.arange(11) % 4, "more than the announced num_examples=10"),
+        (torch.rand(3, 4), torch.tensor([0, 1, -1]), "label -1 lies outside"),
+    ]
+    for broken, true_classes, message in refused:
+        if not stored and true_classes.min() >= 0:
+            stream = AverageKThreshold([2, 3], 10)
+            with pytest.raises(ValueError, match=message):
+                stream.update(broken)
+            stream.update(scores)
+            assert stream.compute() == {k: average_k_threshold(scores, k) for k in (2, 3)}
+        if stored and broken.shape[1] == 2:  # what a threshold was given for may have any number of classes
+            continue
+        statistics = SetStatistics([2, 3], 10, {2: 0.5, 3: 0.25} if stored else None)
+        with pytest.raises(ValueError, match=message):
+            statistics.update(broken, true_classes)
+        for part in (slice(7), slice(7, 10)):
+            statistics.update(scores[part], labels[part])
+        whole = SetStatistics([2, 3], 10, {2: 0.5, 3: 0.25} if stored else None)
+        whole.update(scores, labels)
+        assert statistics.compute() == whole.compute()
 
 
 def test_min_size_adds_the_best_classes():

@@ -1,17 +1,22 @@
 """The real Trainer on a small image folder: what it reports, stores, restores and leaves alone."""
 
+import copy
 import datetime
 import json
 from pathlib import Path
 
 import pytest
 import torch
-from transformers import EarlyStoppingCallback, TrainerCallback
+from accelerate.data_loader import DataLoaderShard
+from transformers import DefaultDataCollator, EarlyStoppingCallback, TrainerCallback, ViTForImageClassification
 
 from avgk_hf import AvgKConfig, AvgKForImageClassification, AvgKTrainer, AvgKTrainingArguments, prepare
 from avgk_hf.calibration import Calibration
 from avgk_hf.scores import HEADS, head_scores
 from avgk_hf.sets import average_k_threshold, predict_sets
+from conftest import save_vit
+
+NOISE = ("runtime", "per_second", "preparation_time", "epoch")
 
 
 def all_scores(model, dataset):
@@ -201,6 +206,168 @@ def test_early_stopping_watches_average_k_accuracy(make_trainer):
     trainer.train()
     assert trainer.args.metric_for_best_model == "average_k_accuracy"
     assert trainer.state.epoch == 3
+
+
+def test_early_stopping_patience_is_the_trainers_own(make_trainer):
+    """Without the command, and not beside a callback that does the same."""
+    trainer = make_trainer(early_stopping_patience=1, num_train_epochs=9, learning_rate=0.0)
+    trainer.train()
+    assert trainer.state.epoch == 2
+    with pytest.raises(ValueError, match="early_stopping_patience=1 and an EarlyStoppingCallback: leave one"):
+        make_trainer(callbacks=[EarlyStoppingCallback(2)], early_stopping_patience=1)
+
+
+class Worse(TrainerCallback):
+    """Makes the model sure of one class, and surer still, in the first step of the second and of the third epoch."""
+
+    def on_step_end(self, args, state, control, model, **kwargs):
+        with torch.no_grad():
+            model.ml_head.bias[0] += 50.0 * (state.global_step in (6, 11))
+
+
+def test_the_best_loss_is_the_lowest(make_trainer, make_model):
+    """The first checkpoint is kept, and early stopping sees that nothing gets better."""
+    fields = {"metric_for_best_model": "eval_loss", "early_stopping_patience": 2, "learning_rate": 0.0}
+    trainer = make_trainer(make_model(objective="ce"), callbacks=[Worse()], num_train_epochs=9, **fields)
+    trainer.train()
+    losses = [entry["eval_loss"] for entry in trainer.state.log_history if "eval_loss" in entry]
+    assert trainer.state.best_metric == min(losses) == losses[0] < losses[1] - 1 < losses[2] - 2
+    assert trainer.state.epoch == len(losses) == 3
+    assert trainer.evaluate()["eval_loss"] == pytest.approx(losses[0], rel=1e-5)
+
+
+class Rows(torch.utils.data.Dataset):
+    """A dataset of other people: plain rows, whose labels have any name, or none."""
+
+    def __init__(self, dataset, name="labels", label=None):
+        self.dataset, self.name, self.label = dataset, name, label
+
+    def __len__(self):
+        return len(self.dataset)
+
+    def __getitem__(self, i):
+        row = self.dataset[i]
+        labels = {self.name: row["labels"] if self.label is None else self.label} if self.name else {}
+        return {"pixel_values": row["pixel_values"], **labels}
+
+
+class Stream(torch.utils.data.IterableDataset):
+    def __iter__(self):
+        raise AssertionError("nothing may be read of it")
+
+
+@pytest.mark.parametrize("name", ["label", "label_ids"])
+def test_labels_may_be_called_label(name, make_trainer):
+    """As with the collator of transformers, which may be given too; of it, `label_ids` must be lists."""
+    expected = make_trainer(num_train_epochs=1)
+    other = {f"{part}_dataset": Rows(getattr(expected, f"{part}_dataset"), name) for part in ("train", "eval")}
+    collators = [{}, {"data_collator": DefaultDataCollator()}][: 1 + (name == "label")]
+    losses = set()
+    for trainer in (expected, *(make_trainer(num_train_epochs=1, given=other | given) for given in collators)):
+        trainer.train()
+        losses |= {entry["eval_loss"] for entry in trainer.state.log_history if "eval_loss" in entry}
+    assert len(losses) == 1
+
+
+@pytest.mark.parametrize("label", [-1, -100])
+def test_a_negative_label_is_none(label, make_trainer, splits):
+    """Refused with what to do, wherever it comes from."""
+    trainer = make_trainer()
+    trainer.evaluate()
+    message = rf"outside \[0, 6\).*: {label}\. A negative label stands for none: leave such images out"
+    for dataset in (trainer.eval_dataset, trainer.train_dataset):
+        with pytest.raises(ValueError, match=message):
+            trainer.evaluate(Rows(dataset, label=label), metric_key_prefix="test")
+    with pytest.raises(ValueError, match=message):
+        make_trainer(given={"train_dataset": Rows(trainer.train_dataset, label=label)}).train()
+    stored = splits["train"].remove_columns("label").add_column("label", [label] * len(splits["train"]))
+    with pytest.raises(
+        ValueError, match=f"row 0: the label {label} lies outside .*-1 stands for no label: leave such"
+    ):
+        make_trainer(given={"train_dataset": prepare(stored, trainer.model.config)})
+
+
+def test_a_foreign_model_is_refused(tmp_path):
+    save_vit(tmp_path / "vit")
+    vit = ViTForImageClassification.from_pretrained(tmp_path / "vit")
+    args = AvgKTrainingArguments(str(tmp_path / "run"))
+    message = "a model of class {}: AvgKTrainer trains an AvgKForImageClassification.*avgk_hf.calibrate"
+    for given in ({"model": vit}, {"model_init": lambda: vit}):
+        with pytest.raises(ValueError, match=message.format("ViTForImageClassification")):
+            AvgKTrainer(args=args, **given)
+    with pytest.raises(ValueError, match=message.format("Linear")):
+        AvgKTrainer(torch.nn.Linear(2, 2), args)
+
+
+def test_a_stream_has_no_number_of_images(make_trainer):
+    """Refused before training begins, and as other data."""
+    with pytest.raises(ValueError, match="eval_dataset of type Stream has no length, and thresholds depend on"):
+        make_trainer(given={"eval_dataset": Stream()})
+    trainer = make_trainer()
+    trainer.evaluate()
+    for door in (trainer.evaluate, trainer.predict):
+        with pytest.raises(ValueError, match="the dataset to evaluate of type Stream has no length"):
+            door(Stream())
+
+
+def test_evaluations_of_other_data_leave_validation_alone(make_trainer, splits):
+    """Without labels, several at once, and with prefixes of any kind: thresholds, record and card stay."""
+    trainer = make_trainer()
+    trainer.evaluate()
+    before, config = copy.deepcopy(trainer.model.config.to_dict()), trainer.model.config
+    record = trainer.card.results(config)
+    test = prepare(splits["test"], config)
+    expected = {name: value for name, value in trainer.evaluate(test).items() if not name.endswith(NOISE)}
+    unlabelled = trainer.evaluate(Rows(test, None), metric_key_prefix="field")
+    assert unlabelled["field_mean_set_size"] == expected["eval_mean_set_size"]
+    assert unlabelled["field_empty_sets@3"] == expected["eval_empty_sets@3"]
+    assert not [name for name in unlabelled if "accuracy" in name or "loss" in name]
+    several = trainer.evaluate({"a": test, "b_c": Rows(test, None)})
+    assert several["eval_b_c_mean_set_size"] == several["eval_a_mean_set_size"] == expected["eval_mean_set_size"]
+    for prefix in ("eval_test", "test_set", "eval"):
+        metrics = trainer.evaluate(test, metric_key_prefix=prefix)
+        for name, value in expected.items():
+            assert metrics[f"{prefix}_{name.removeprefix('eval_')}"] == value
+    assert trainer.model.config.to_dict() == before
+    assert trainer.card.results(config)["validation"] == record["validation"]
+    trainer.create_model_card()
+    card = (Path(trainer.args.output_dir) / "README.md").read_text()
+    accuracy = record["validation"]["average_k_accuracy"]
+    assert "On validation, with" in card and f"| {accuracy:.2%} |" in card
+    with pytest.raises(ValueError, match=r"calibrate=True: thresholds come from one dataset, not from \['a'\]"):
+        trainer.evaluate({"a": test}, calibrate=True)
+
+
+def test_validation_without_labels_is_refused(make_trainer):
+    trainer = make_trainer()
+    with pytest.raises(ValueError, match=r"no `labels`, only \['pixel_values'\]: neither training nor calibration"):
+        make_trainer(given={"eval_dataset": Rows(trainer.eval_dataset, None)}).evaluate()
+
+
+def test_hidden_states_of_the_config_are_not_asked_for(make_trainer, make_model):
+    """Some backbones have none, and nobody here reads them."""
+    model = make_model()
+    model.config.output_hidden_states, model.backbone.forward_intermediates = True, None
+    trainer = make_trainer(model=model, max_steps=1)
+    trainer.train()
+    metrics = trainer.evaluate()
+    assert metrics["eval_mean_set_size"] == pytest.approx(2, abs=1e-6)
+    assert trainer.predict(trainer.eval_dataset).metrics["test_loss"] == pytest.approx(metrics["eval_loss"])
+
+
+def test_loaders_of_an_evaluation(make_trainer, splits):
+    """Every image once, in order and of the dataset that was asked for, whatever training does."""
+    trainer = make_trainer(
+        dataloader_num_workers=1, dataloader_persistent_workers=True, dataloader_in_order=False,
+        dataloader_drop_last=True, accelerator_config={"dispatch_batches": True},
+    )  # fmt: skip
+    test = prepare(splits["test"], trainer.model.config)
+    validation = trainer.get_eval_dataloader()
+    assert trainer.get_eval_dataloader() is validation and validation.dataset is trainer.eval_dataset
+    loader = trainer.get_eval_dataloader(test)
+    assert loader.dataset is test and loader.in_order and not loader.drop_last
+    assert isinstance(loader, DataLoaderShard)
+    assert not trainer.get_train_dataloader().in_order and trainer.args.dataloader_drop_last
 
 
 def test_gradient_accumulation_does_not_change_the_scale(make_trainer, make_model):

@@ -4,6 +4,8 @@ from typing import Any
 
 import numpy as np
 from datasets import ClassLabel, Dataset, DatasetDict, Features, Image, Value
+from torch.utils.data import default_collate
+from transformers.trainer_utils import has_length
 from transformers.utils import logging
 
 from ..images import open_image
@@ -43,10 +45,13 @@ def class_counts(dataset: Dataset, num_labels: int) -> np.ndarray:
     for row, label in enumerate(labels):
         if label is None or not 0 <= label < num_labels:
             place = f"split {dataset.split}" if dataset.split else "the dataset"
-            most = max((other for other in labels if other is not None), default=0)
+            remedy = "-1 stands for no label: leave such images out, or the column where sizes are enough."
+            if label is not None and label >= 0:
+                most = max(other for other in labels if other is not None)
+                remedy = f"build the model with `num_labels={most + 1}`, or leave these images out."
             raise ValueError(
                 f"{place}, row {row}: the label {label} lies outside [0, {num_labels}), the classes of the model:"
-                f" build the model with `num_labels={most + 1}`, or leave out images without a label."
+                f" {remedy}"
             )
     return np.bincount(labels, minlength=num_labels)
 
@@ -125,3 +130,21 @@ def _fault(row: dict[str, Any]) -> dict[str, str | None]:
     except (ValueError, OSError) as error:
         return {"fault": str(error)}
     return {"fault": None}
+
+
+def collate(examples: list[dict[str, Any]]) -> dict[str, Any]:
+    """A batch of examples; labels may be called `label` or `label_ids`, as for transformers' own collator."""
+    batch = default_collate(examples)
+    for name in ("label", "label_ids"):
+        if name in batch:
+            batch.setdefault("labels", batch.pop(name))
+    return batch
+
+
+def check_length(name: str, dataset: Any) -> None:
+    """Refuse a stream where the number of images has to be known before the first."""
+    if not has_length(dataset):
+        raise ValueError(
+            f"{name} of type {type(dataset).__name__} has no length, and thresholds depend on the number of images:"
+            " give a dataset that can be counted, e.g. `datasets.Dataset.from_generator(...)`."
+        )

@@ -125,7 +125,7 @@ def check_labels(labels: Tensor, logits: Tensor) -> None:
     """Refuse labels that are not one class id in [0, L) per image, and logits that are no (B, L) matrix.
 
     NaN and infinite logits pass: they show in the loss, and mixed precision in float16 relies on seeing them there.
-    On an accelerator the range is asserted asynchronously, so that no step waits for it.
+    On an accelerator the range is asserted asynchronously, so that no training step waits for it.
     """
     if not isinstance(logits, Tensor) or logits.ndim != 2 or not logits.is_floating_point() or 0 in logits.shape:
         raise ValueError(
@@ -139,11 +139,14 @@ def check_labels(labels: Tensor, logits: Tensor) -> None:
         )
     lowest, highest = labels.aminmax()
     message = f"a label lies outside [0, {num_labels}), the {num_labels} classes of the model"
-    if labels.device.type != "cpu" or torch.compiler.is_compiling():
+    if (labels.device.type != "cpu" and torch.is_grad_enabled()) or torch.compiler.is_compiling():
         torch._assert_async((lowest >= 0) & (highest < num_labels), message)
     elif lowest.item() < 0 or highest.item() >= num_labels:
         wrong = labels[(labels < 0) | (labels >= num_labels)][0].item()
-        raise ValueError(f"{message}: {wrong}. Check the label column, or build the model with more classes.")
+        remedy = "Check the label column, or build the model with more classes."
+        if wrong < 0:
+            remedy = "A negative label stands for none: leave such images out, or all labels where sizes are enough."
+        raise ValueError(f"{message}: {wrong}. {remedy}")
 
 
 def _kind(value: Any) -> str:
