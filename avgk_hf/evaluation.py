@@ -29,7 +29,7 @@ from .monitor import SetSizeMonitor
 from .processes import gather_list, rank, sum_over_processes, world_size
 from .questions import Question
 from .scope import check_asked, evaluated_levels, evaluated_sizes, stored_thresholds
-from .scores import HEADS, SUM_TO_ONE, NotFinite, all_scores
+from .scores import HEADS, SUM_TO_ONE, NotFinite, all_scores, wide
 from .sets import metric_name
 from .statistics import SetStatistics, sizes_only
 
@@ -118,12 +118,12 @@ class Evaluation:
         if self.sets is not None:
             self.sets.append((first, self.answer.classes(scores[self.answer.head])))
         if loss is not None:
-            self.loss_sum += float(loss) * len(output.logits)
+            self.loss_sum += loss.detach().to(wide(loss.device)) * len(output.logits)
 
     def merge(self, device: torch.device | str) -> None:
         """Exchange what the processes collected, so that each has the whole."""
         self.labelled = sum_over_processes(float(not self.labelled), device) == 0
-        self.loss_sum = sum_over_processes(self.loss_sum, device)
+        self.loss_sum = sum_over_processes(float(self.loss_sum), device)
         for statistics in self.statistics.values():
             statistics.labelled = self.labelled
             statistics.merge_processes(device)
