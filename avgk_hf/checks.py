@@ -9,7 +9,23 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
 MOST_NESTED = 20  # mappings and lists inside each other in a JSON file
+
+
+def plain(value: Any) -> Any:
+    """A single number of numpy or torch as one of Python, in the digits that it shows; anything else as it is.
+
+    >>> import numpy as np
+    >>> plain(np.float32(0.1)), plain(np.int64(2)), plain(0.1)
+    (0.1, 2, 0.1)
+    """
+    if getattr(value, "ndim", None) != 0:
+        return value
+    number = value.item()
+    # float32's 0.1 is 0.10000000149 in Python, which is another K and another coverage
+    return float(str(np.float32(number))) if isinstance(number, float) and value.itemsize < 8 else number
 
 
 def is_number(value: Any) -> bool:

@@ -18,7 +18,7 @@ from transformers.utils import logging
 
 from .backbones import MOST_LABELS, check_architecture, check_model_args, known_cfg
 from .calibration import FIELDS, Calibration, load_details, save_details
-from .checks import check_choice, is_number, read_json
+from .checks import check_choice, is_number, plain, read_json
 from .files import new_file
 from .scores import HEADS, SCORES
 from .sets import check_k
@@ -127,6 +127,7 @@ class AvgKConfig(PreTrainedConfig):
 
         So is a name that is no field: transformers would keep it as an attribute, and act on some of them.
         """
+        kwargs = {name: plain(value) for name, value in kwargs.items()}
         folder = kwargs.get("name_or_path")  # given by AutoConfig
         try:
             known = cls._known(config_dict, **kwargs)
@@ -204,6 +205,7 @@ def _readable(init: Any) -> Any:
 
     @functools.wraps(init)
     def wrapped(self: AvgKConfig, *args: Any, **kwargs: Any) -> None:
+        kwargs = {name: plain(value) for name, value in kwargs.items()}
         try:
             init(self, *args, **kwargs)
         except StrictDataclassError as error:

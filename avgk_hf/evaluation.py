@@ -18,7 +18,7 @@ from torch.utils.data import BatchSampler, DataLoader, SequentialSampler
 from transformers import PreTrainedModel, default_data_collator
 
 from .calibration import Calibration
-from .checks import check_choice, check_whole
+from .checks import check_choice, check_whole, plain
 from .classifiers import forward, transform_for
 from .conformal import LEVELS, check_enough, check_level, enough_images, question_name
 from .data import align_labels, prepare, skip_bad_images
@@ -366,7 +366,7 @@ def _of_sizes(metrics: Mapping[str, float], num_images: int, watched: float, own
 def _sizes(config: Any, k: list[float], calibrate: bool, labelled: bool, watched: float | None) -> list[float]:
     """The average set sizes of an evaluation: the model's own, those asked for or all recorded, the monitor's."""
     calibration = Calibration.of(config)
-    ks = k or (calibration.ks if labelled else [])
+    ks = list(map(plain, k)) or (calibration.ks if labelled else [])
     if hasattr(config, "k") and labelled:
         ks = [config.k, *ks]
     if watched is not None:
@@ -387,11 +387,12 @@ def _levels(
     if calibrate and coverage is None:
         return [level for level in LEVELS if num_examples >= enough_images(level)]
     if calibrate:
-        for level in coverage:
-            check_enough(check_level(level), num_examples)
-        return list(coverage)
+        levels = list(map(check_level, coverage))
+        for level in levels:
+            check_enough(level, num_examples)
+        return levels
     calibration = Calibration.of(config)
-    levels = list(coverage) if coverage is not None else calibration.levels(method, per_class)
+    levels = list(map(plain, coverage)) if coverage is not None else calibration.levels(method, per_class)
     if coverage is None and not levels and (per_class or method != "lac"):
         levels = [LEVELS[0]]  # to be refused with what is missing
     for level in levels:
