@@ -71,16 +71,9 @@ def check_k(k: float, num_labels: int | None = None) -> float:
     k = plain(k)
     below = math.inf if num_labels is None else num_labels
     if not is_number(k) or not 1 <= k < below:
-        classes = "" if num_labels is None else f" for {num_labels} classes"
-        raise ValueError(
-            f"k={k!r} must be a number in [1, {'L' if num_labels is None else num_labels}){classes}: the average "
-            "number of classes in a set"
-            + (
-                "; with fewer than 2 classes there is none."
-                if below < 2
-                else f". Set it to e.g. `k={min(2, below - 1)}`."
-            )
-        )
+        wanted = "[1, L)" if num_labels is None else f"[1, {num_labels}) for {num_labels} classes"
+        remedy = f"Set it to e.g. `k={min(2, below - 1)}`." if below > 1 else "One class makes no sets: give more."
+        raise ValueError(f"k={k!r} must be a number in {wanted}: the average number of classes in a set. {remedy}")
     return k
 
 
