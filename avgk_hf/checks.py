@@ -10,6 +10,8 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+from huggingface_hub.errors import HFValidationError
+from huggingface_hub.utils import validate_repo_id
 
 MOST_NESTED = 20  # mappings and lists inside each other in a JSON file
 
@@ -68,6 +70,19 @@ def check_choice(name: str, value: Any, choices: Iterable[str]) -> str:
     if value not in choices:
         raise ValueError(f"{name}={value!r} is unknown; choose one of {choices}.")
     return value
+
+
+def is_hub_id(name: Any) -> bool:
+    """Whether a name can be that of a model or dataset on the Hub: `user/name`.
+
+    >>> is_hub_id("timm/resnet18.a1_in1k"), is_hub_id("glyphs"), is_hub_id("../runs/plants")
+    (True, False, False)
+    """
+    try:
+        validate_repo_id(name)
+    except HFValidationError:
+        return False
+    return isinstance(name, str) and "/" in name
 
 
 def read_json(path: Path) -> dict[str, Any]:

@@ -52,7 +52,7 @@ class AvgKTrainer(CheckpointTrainer):
         args: `AvgKTrainingArguments`.
         train_dataset: Examples with `pixel_values`, `labels` and `index`, as `avgk_hf.prepare` gives them.
         eval_dataset: The validation set, in the same form.
-        dataset_name: Name of the data in the calibration record.
+        dataset_name: Name of the data in the calibration record and the card; `user/name` is a dataset on the Hub.
         kwargs: As in `Trainer`.
     """
 
@@ -295,7 +295,9 @@ class AvgKTrainer(CheckpointTrainer):
         tested = config.thresholds and self.evaluation is not None and not self.evaluation.calibrate
         sizes = np.bincount(self.statistics().set_sizes(config.k)).tolist() if tested else None
         rows = hyperparameters(config, self.args)
-        card = render_card(repo, config, self.card.results(config), rows, self.dataset_name, sizes)
+        adapter = hasattr(self.model, "peft_config")
+        results = self.card.results(config)
+        card = render_card(repo, config, results, rows, self.dataset_name, sizes, adapter=adapter)
         with new_file(Path(self.args.output_dir) / "README.md") as new:
             card.save(new)
 
