@@ -9,7 +9,25 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+from huggingface_hub.errors import HFValidationError
+from huggingface_hub.utils import validate_repo_id
+
 MOST_NESTED = 20  # mappings and lists inside each other in a JSON file
+
+
+def plain(value: Any) -> Any:
+    """A single number of numpy or torch as one of Python, in the digits that it shows; anything else as it is.
+
+    >>> import numpy as np
+    >>> plain(np.float32(0.1)), plain(np.int64(2)), plain(0.1)
+    (0.1, 2, 0.1)
+    """
+    if getattr(value, "ndim", None) != 0:
+        return value
+    number = value.item()
+    # float32's 0.1 is 0.10000000149 in Python, which is another K and another coverage
+    return float(str(np.float32(number))) if isinstance(number, float) and value.itemsize < 8 else number
 
 
 def is_number(value: Any) -> bool:
@@ -69,6 +87,19 @@ def check_ids(name: str, ids: Any, number: int) -> list[int] | None:
             f"{name} must list ids below {number} in ascending order: calibrate again with `avgk calibrate`."
         )
     return ids
+
+
+def is_hub_id(name: Any) -> bool:
+    """Whether a name can be that of a model or dataset on the Hub: `user/name`.
+
+    >>> is_hub_id("timm/resnet18.a1_in1k"), is_hub_id("glyphs"), is_hub_id("../runs/plants")
+    (True, False, False)
+    """
+    try:
+        validate_repo_id(name)
+    except HFValidationError:
+        return False
+    return isinstance(name, str) and "/" in name
 
 
 def read_json(path: Path) -> dict[str, Any]:

@@ -21,15 +21,18 @@ from transformers import (
 from .backbones import bounded, check_architecture, check_model_args, known_cfg
 from .calibration import FIELDS, Calibration, load_details, save_details
 from .checks import check_nesting, read_json
-from .configuration import AvgKConfig, check_dtype, check_labels, readable_json
+from .configuration import CUSTOM_PIPELINES, AvgKConfig, check_dtype, check_labels, readable_json
 from .data.transforms import ImageTransform, ProcessorTransform
-from .files import write_text
-from .modeling import AvgKForImageClassification
-from .pipeline import check_processor
+from .files import copy_file, write_text
+from .modeling import AvgKForImageClassification, code_files
+from .pipeline import TASK, check_processor
 from .weights import check_folder, refuse_adapter
 
 # what calibrating adds to the config of a classifier of another class
 CALIBRATED = (*FIELDS, "score")
+# the pipeline that travels with a classifier of another class; not by the name that this package registers, for which
+# transformers would then ask its users, too, to trust the code
+CARRIED = {"average-k": CUSTOM_PIPELINES[TASK]}
 # names in a config.json besides the fields of its class that mean something: labels, and timm's own
 LABELS = ("model_type", "num_labels", "num_classes", "label_names", "torch_dtype", "pretrained_cfg")
 
@@ -143,6 +146,19 @@ def write_thresholds(model: PreTrainedModel, folder: str | Path) -> None:
     """Store the calibration of a model in the files of the folder it was loaded from."""
     save_details(model.config, folder)
     write_config(model.config, Path(folder) / "config.json")
+
+
+def carried_code() -> dict[str, Path]:
+    """The files of the pipeline that travels with a classifier of another class, by name."""
+    return code_files("pipeline.py")
+
+
+def carry_code(folder: Path) -> None:
+    """Put the pipeline beside a classifier of another class, so that it answers where this package is missing."""
+    for name, path in carried_code().items():
+        copy_file(path, folder / name)
+    config = folder / "config.json"
+    write_text(config, readable_json({**read_json(config), "custom_pipelines": CARRIED}))
 
 
 def write_config(config: PreTrainedConfig, path: Path) -> None:

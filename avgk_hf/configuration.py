@@ -18,7 +18,7 @@ from transformers.utils import logging
 
 from .backbones import MOST_LABELS, check_architecture, check_model_args, known_cfg
 from .calibration import FIELDS, Calibration, load_details, save_details
-from .checks import check_choice, is_number, read_json
+from .checks import check_choice, is_hub_id, is_number, plain, read_json
 from .files import new_file
 from .scores import HEADS, SCORES
 from .sets import check_k
@@ -68,6 +68,7 @@ class AvgKConfig(PreTrainedConfig):
         calibration: Where the thresholds come from, and further what `Calibration` keeps; on disk that stands, with
             the training counts, in calibration.json beside config.json.
         train_counts: Training images of each class, for the few / medium / many shot means.
+        base_model: Hub id of the model that the backbone's weights come from, for the card; nothing is loaded from it.
 
     Example:
         >>> config = AvgKConfig(architecture="test_resnet", num_labels=10, k=2, thresholds={"2": 0.125})
@@ -93,6 +94,7 @@ class AvgKConfig(PreTrainedConfig):
     heads: dict[str, str] = field(default_factory=dict)
     calibration: dict[str, Any] | None = None
     train_counts: list[int] | None = None
+    base_model: str | None = None
 
     def __post_init__(self, **kwargs: Any) -> None:
         """Refuse a field that could only fail later, by its name."""
@@ -119,6 +121,8 @@ class AvgKConfig(PreTrainedConfig):
             raise ValueError(f"config.train_counts has {len(self.train_counts)} values for {self.num_labels} classes.")
         if any(isinstance(count, bool) or count < 0 for count in self.train_counts or ()):
             raise ValueError(f"config.train_counts={self.train_counts!r} must hold whole numbers >= 0.")
+        if self.base_model is not None and not is_hub_id(self.base_model):
+            raise ValueError(f"config.base_model={self.base_model!r} must be a Hub id, `user/name`, or be left out.")
         calibration = Calibration.of(self)  # refuses what was edited or damaged
         if calibration.ks:
             calibration.head()  # refuses where none was chosen
@@ -129,6 +133,7 @@ class AvgKConfig(PreTrainedConfig):
 
         So is a name that is no field: transformers would keep it as an attribute, and act on some of them.
         """
+        kwargs = {name: plain(value) for name, value in kwargs.items()}
         folder = kwargs.get("name_or_path")  # given by AutoConfig
         try:
             known = cls._known(config_dict, **kwargs)
@@ -197,7 +202,10 @@ class AvgKConfig(PreTrainedConfig):
         stated = ("architecture", "pretrained_cfg", "image_processor_type", "objective", "hyperparameters", "k")
         stated += ("score", "head", "sccp_head", "thresholds")
         output = {**super().to_diff_dict(), "auto_map": AUTO_MAP, "custom_pipelines": CUSTOM_PIPELINES}
-        return {**output, **{name: getattr(self, name) for name in stated}}
+        output |= {name: getattr(self, name) for name in stated}
+        if self.base_model is None:
+            output.pop("base_model", None)
+        return output
 
     def to_json_string(self, use_diff: bool = True) -> str:
         """As in the base class, with what is short on one line."""
@@ -209,6 +217,7 @@ def _readable(init: Any) -> Any:
 
     @functools.wraps(init)
     def wrapped(self: AvgKConfig, *args: Any, **kwargs: Any) -> None:
+        kwargs = {name: plain(value) for name, value in kwargs.items()}
         try:
             init(self, *args, **kwargs)
         except StrictDataclassError as error:

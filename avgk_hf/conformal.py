@@ -33,7 +33,7 @@ from typing import Any, ClassVar
 
 import numpy as np
 
-from .checks import is_number
+from .checks import is_number, plain
 
 LEVELS = (0.9, 0.95, 0.99)
 AGAIN = "Calibrate again: `avgk calibrate MODEL DATASET --coverage 0.9`."
@@ -89,6 +89,7 @@ METHODS: dict[str, type[LAC]] = {"lac": LAC, "aps": APS, "raps": RAPS}
 
 def check_level(level: Any, name: str = "coverage") -> float:
     """Return a coverage level if it is a number strictly between 0 and 1, and raise otherwise."""
+    level = plain(level)
     if not is_number(level) or not 0 < level < 1:
         raise ValueError(
             f"{name}={level!r} must be a number between 0 and 1, the share of images whose set holds the true class."
@@ -103,7 +104,7 @@ def level_key(level: float) -> str:
     >>> level_key(0.95), level_key(0.5)
     ('0.95', '0.5')
     """
-    return str(float(level))
+    return str(float(plain(level)))
 
 
 def question_name(level: float, method: str = "lac", per_class: bool = False) -> str:

@@ -1,6 +1,8 @@
 """Uploading a run: what belongs on the Hub, and nothing else."""
 
+import json
 import os
+import re
 from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Any
@@ -8,7 +10,9 @@ from typing import Any
 from huggingface_hub import CommitOperationAdd, HfApi
 from transformers.utils import logging
 
+from .calibration import FILE
 from .checks import read_json
+from .classifiers import CARRIED, carried_code
 from .configuration import AvgKConfig
 from .files import leads_out
 from .modeling import code_files
@@ -17,10 +21,11 @@ from .weights import check_folder
 
 logger = logging.get_logger(__name__)
 # weights, thresholds, card and pictures; no optimizer state, pickle, local path, or code that is not of this package
-PUSHED = ("*.safetensors", "*.safetensors.index.json", "config.json", "preprocessor_config.json", "README.md")
+PUSHED = ("*.safetensors", "*.safetensors.index.json", "config.json", FILE, "preprocessor_config.json", "README.md")
 PUSHED += ("*.png", "*.svg")
 OBJECTIVE_STATE = "objective.safetensors"  # of a loss, in a checkpoint
 NOT_PUSHED = (OBJECTIVE_STATE, ".*")
+HERE = "  # the folder of this card, seen from the one that holds it"  # where a card names no Hub id
 NEEDED = ("config.json", "model*.safetensors*", "adapter_model.safetensors")
 
 
@@ -48,13 +53,24 @@ def published(folder: str | Path) -> dict[str, Path]:
         )
     if left_out:
         logger.warning(f"left out, because they are links that lead out of {folder}: {', '.join(left_out)}")
-    if read_json(folder / "config.json").get("model_type") == AvgKConfig.model_type:
+    config = read_json(folder / "config.json")
+    if config.get("model_type") == AvgKConfig.model_type:
         files |= code_files()
+    elif config.get("custom_pipelines") == CARRIED:
+        files |= carried_code()
     return files
 
 
 def _matches(name: str, patterns: tuple[str, ...]) -> bool:
     return any(fnmatchcase(name, pattern) for pattern in patterns)
+
+
+def _named(path: Path, repo_id: str) -> str | bytes:
+    """A file to upload; a card that calls the model by its folder calls it by its id there."""
+    if path.name != "README.md":
+        return str(path)
+    name = f"model = {json.dumps(repo_id)}"
+    return re.sub(f"(?m)^model = .*{HERE}$", lambda _: name, path.read_text(encoding="utf-8")).encode()
 
 
 def push_folder(
@@ -73,10 +89,10 @@ def push_folder(
     check_folder(folder)
     if read_json(folder / "config.json").get("model_type") == AvgKConfig.model_type:
         AvgKConfig.from_pretrained(folder)  # refuses thresholds that nobody could use
-    files = [CommitOperationAdd(name, str(path)) for name, path in published(folder).items()]
-    api = HfApi(token=token)
+    files, api = published(folder), HfApi(token=token)
     try:
         repo_id = api.create_repo(repo_id, private=private, exist_ok=True).repo_id
+        files = [CommitOperationAdd(name, _named(path, repo_id)) for name, path in files.items()]
         return api.create_commit(repo_id, files, **{"commit_message": "Upload model", **kwargs})
     except Exception as error:  # the client raises errors of many libraries; all leave the folder as it was
         raise OSError(

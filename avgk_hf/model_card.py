@@ -2,7 +2,6 @@
 
 import json
 import re
-import shlex
 from pathlib import Path
 from typing import Any
 
@@ -11,16 +10,20 @@ from huggingface_hub import EvalResult, ModelCard, ModelCardData
 from transformers import TrainerCallback
 
 from .calibration import Calibration
-from .checks import read_json
+from .checks import is_hub_id, read_json
 from .configuration import AvgKConfig
 from .conformal import METHODS, describe_coverage, question_name
 from .evaluation import Evaluation
+from .hub import HERE
 from .losses import LOSSES
 from .sets import k_key
 from .weights import check_folder
 
 TEMPLATE = Path(__file__).with_name("model_card_template.md")
 CALIBRATED = "This model was not trained for sets: a classifier that existed already was calibrated with avgk_hf."
+MOST_CLASSES = 10_000  # in the table
+# what the Hub calls licenses that timm's weights have; any other goes there by its name
+LICENSES = "apache-2.0 mit bsd-3-clause cc-by-4.0 cc-by-sa-4.0 cc-by-nc-4.0 cc-by-nc-sa-4.0 cc0-1.0 gemma".split()
 # what is shown for each K: the metric, its heading, how it is written, and what the Hub's model-index calls it
 COLUMNS = (
     ("average_k_accuracy", "average-K accuracy", "{:.2%}", "average-{} accuracy"),
@@ -116,47 +119,86 @@ def render_card(
     dataset: str | None = None,
     set_sizes: list[int] | None = None,
     calibrated_only: bool = False,
+    adapter: bool = False,
 ) -> ModelCard:
     """The model card of a trained model.
 
     Args:
-        repo: Name of the model, as users load it.
+        repo: Name of the model, as users load it: a Hub id, or the name of its folder.
         config: The model's config, calibrated.
         results: Metrics by split, e.g. `{"test": {"average_k_accuracy": 0.97, ...}}`.
         hyperparameters: Rows of the training table.
-        dataset: Name of the data.
+        dataset: Name of the data; `user/name` is a dataset on the Hub.
         set_sizes: How many test images got a set of 0, 1, 2, ... classes.
         calibrated_only: Whether the model was trained elsewhere, and only its thresholds come from here.
+        adapter: Whether the weights are an adapter of peft.
     """
     split = "test" if "test" in results else "validation"
     metrics, name, total = results.get(split, {}), repo.split("/")[-1], sum(set_sizes or [])
     calibrated = _calibrated(config, metrics)
     by_k = _by_k(metrics, calibrated["ks"], calibrated["k"])
+    evaluated = _eval_results(by_k, metrics, split, dataset) if is_hub_id(dataset) else []  # the Hub takes no others
     card_data = ModelCardData(
-        library_name="transformers",
+        library_name="peft" if adapter else "transformers",
         pipeline_tag="image-classification",
-        tags=["avgk_hf", "timm", "average-k", "set-valued-classification"],
-        model_name=name,
-        eval_results=_eval_results(by_k, metrics, split, dataset or "unknown") or None,
+        tags=["avgk_hf", *["timm"] * hasattr(config, "architecture"), "average-k", "set-valued-classification"],
+        metrics=["accuracy"] if metrics else None,
+        model_name=name if evaluated else None,
+        eval_results=evaluated or None,
+        datasets=[dataset] if is_hub_id(dataset) and not calibrated_only else None,
+        **_origin(repo, config, None if calibrated_only else "adapter" if adapter else "finetune"),
     )
+    ours, classes = isinstance(config, AvgKConfig), _classes(config)
     return ModelCard.from_template(
         card_data,
         template_path=str(TEMPLATE),
         text=as_markdown,
         model_name=name,
-        repo=json.dumps(repo, ensure_ascii=not repo.isprintable()),
-        shell_repo=shlex.quote(repo) if repo.isprintable() and "`" not in repo else "MODEL",
+        repo=_quoted(repo) + ("" if is_hub_id(repo) else HERE),
+        ours=ours,
+        adapter=adapter,
+        label=_quoted(classes[0][0]),
+        classes=classes[:MOST_CLASSES],
+        counted=bool(getattr(config, "train_counts", None)),
         num_labels=config.num_labels,
         results_split=split,
         columns=COLUMNS,
         by_k=by_k,
         metrics=metrics,
         sizes=[(size, f"{count / total:.1%}") for size, count in enumerate(set_sizes or []) if count][:20],
-        method=CALIBRATED if calibrated_only else LOSSES[config.objective].sentence,
-        dataset=dataset or "not stated",
+        method=LOSSES[config.objective].sentence if ours else CALIBRATED,
+        dataset=None if calibrated_only else dataset or "not stated",
         hyperparameters=hyperparameters,
         **calibrated,
     )
+
+
+def _origin(repo: str, config: Any, relation: str | None) -> dict[str, str]:
+    """Where the weights come from and their license, as far as the config knows, in the names of the Hub."""
+    loaded = config.name_or_path
+    base = loaded if is_hub_id(loaded) and not Path(loaded).exists() else getattr(config, "base_model", None)
+    found = {} if base in (None, repo) else {"base_model": base}
+    if found and relation:
+        found["base_model_relation"] = relation
+    license = (getattr(config, "pretrained_cfg", None) or {}).get("license", "unknown")
+    if license in LICENSES:
+        found["license"] = license
+    elif (
+        isinstance(license, str) and re.fullmatch("[a-z0-9.-]{2,60}", license) and license not in ("unknown", "other")
+    ):
+        found |= {"license": "other", "license_name": license}
+    return found
+
+
+def _classes(config: Any) -> list[tuple[str, int | None]]:
+    """The name of each class, and its training images where they are known."""
+    names = [str(name) for _, name in sorted(config.id2label.items())]
+    return list(zip(names, getattr(config, "train_counts", None) or [None] * len(names), strict=True))
+
+
+def _quoted(text: str) -> str:
+    """A text as a string of Python on one line."""
+    return json.dumps(text, ensure_ascii=not text.isprintable())
 
 
 def _by_k(metrics: dict[str, float], ks: list[str], own: str) -> dict[str, dict[str, float]]:
@@ -180,7 +222,7 @@ def _eval_results(
             dataset_type=dataset,
             dataset_name=dataset,
             dataset_split=split,
-            metric_type=metric,
+            metric_type="accuracy" if metric == "top1_accuracy" else metric,  # as the Hub calls it
             metric_name=name,
             metric_value=round(found[metric], 4),
         )
@@ -216,7 +258,11 @@ def card_of_run(folder: str | Path, repo: str | None = None) -> ModelCard:
     found = read_results(folder)
     metrics = {split: found[split] for split in ("validation", "test") if split in found}
     sizes, config = found.get("set_sizes", {}).get("all"), AvgKConfig.from_pretrained(folder)
-    return render_card(repo or folder.name, config, metrics, found["hyperparameters"], found["dataset"], sizes)
+    adapter = folder / "adapter_config.json"
+    if adapter.is_file():
+        config.name_or_path = read_json(adapter).get("base_model_name_or_path") or ""
+    about = (found["hyperparameters"], found["dataset"], sizes)
+    return render_card(repo or folder.name, config, metrics, *about, adapter=adapter.is_file())
 
 
 def read_results(folder: Path, *further: str) -> dict[str, Any]:

@@ -138,19 +138,11 @@ class AvgKForImageClassification(PreTrainedModel):
         else:
             config_fields["num_labels"] = num_labels
         check_k(k, num_labels or len(config_fields["id2label"]))
-        trained, model_args, pretrained_cfg = load_backbone(name, pretrained, checkpoint, image_size, model_args)
+        trained, about = load_backbone(name, pretrained, checkpoint, image_size, model_args)
         losses = installed_losses()
         if objective in losses:  # of any other the config says what is wrong
             config_fields["sccp_head"] = losses[objective].two_heads
-        config = cls.config_class(
-            architecture=pretrained_cfg["architecture"],
-            model_args=model_args,
-            pretrained_cfg=pretrained_cfg,
-            k=k,
-            objective=objective,
-            **config_fields,
-        )
-        model = cls(config)
+        model = cls(cls.config_class(k=k, objective=objective, **about, **config_fields))
         model.backbone.load_state_dict(trained.state_dict())
         return model
 
@@ -374,9 +366,10 @@ class AvgKForImageClassification(PreTrainedModel):
         return {calibration.head(k) for k in calibration.ks} if self.config.head == "auto" else {self.config.head}
 
 
-def code_files() -> dict[str, Path]:
-    """What a saved model carries as remote code: this file and those it needs, by name."""
-    return {Path(path).name: Path(path) for path in (__file__, *get_relative_import_files(__file__))}
+def code_files(first: str = "modeling.py") -> dict[str, Path]:
+    """What a saved model carries as remote code: the first file and those it needs, by name."""
+    path = Path(__file__).with_name(first)
+    return {Path(file).name: Path(file) for file in (path, *get_relative_import_files(path))}
 
 
 def processor_config(config: AvgKConfig) -> dict[str, Any]:

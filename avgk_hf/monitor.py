@@ -15,7 +15,7 @@ import numpy as np
 import torch
 
 from .calibration import Calibration
-from .checks import check_whole, is_number
+from .checks import check_whole, is_number, plain
 from .sets import check_k, k_key
 
 logger = logging.getLogger(__name__)
@@ -74,10 +74,11 @@ class SetSizeMonitor:
         max_size: int | None = None,
         source: str | None = None,
     ) -> None:
+        num_labels, num_calibrated, max_size = plain(num_labels), plain(num_calibrated), plain(max_size)
         for name, value in (("num_labels", num_labels), ("num_calibrated", num_calibrated), ("max_size", max_size)):
             if value is not None or name == "num_labels":
-                check_whole(name, value.item() if isinstance(value, np.integer) else value, 1)
-        self.k = check_k(k, num_labels)
+                check_whole(name, value, 1)
+        self.k = k = check_k(k, num_labels)
         if not is_number(confidence) or not 0 < confidence < 1:
             raise ValueError(f"confidence={confidence!r} must lie strictly between 0 and 1, e.g. `confidence=0.95`.")
         if not is_number(tolerance) or not 0 <= tolerance < math.inf:
@@ -86,7 +87,7 @@ class SetSizeMonitor:
             raise ValueError(
                 f"max_size={max_size} must lie in ({k_key(k)}, {num_labels}]: above K, at most all classes."
             )
-        self.num_labels, self.max_size = int(num_labels), int(max_size or num_labels)
+        self.num_labels, self.max_size = num_labels, max_size or num_labels
         self.confidence, self.tolerance = confidence, tolerance
         self.num_calibrated, self.source = num_calibrated, source
         self.num_images, self.drifted = 0, False

@@ -11,7 +11,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from .checks import check_choice, is_number
+from .checks import check_choice, is_number, plain
 from .conformal import METHODS, check_level
 from .sets import best_first, check_k
 
@@ -45,6 +45,8 @@ class Question:
 
     def __post_init__(self) -> None:
         asked = ("k", "coverage", "cumulative", "lambda_val")
+        for name in (*asked, "min_size", "max_size"):
+            object.__setattr__(self, name, plain(getattr(self, name)))
         asked = [f"{name}={getattr(self, name)!r}" for name in asked if getattr(self, name) is not None]
         if len(asked) > 1:
             raise ValueError(f"{' and '.join(asked)} are different questions: ask one of them.")

@@ -56,7 +56,7 @@ class ModelArguments:
     def __post_init__(self) -> None:
         """Refuse a value that could only fail later, by the field's name."""
         _check_fields(self)
-        check_k(self.k)
+        self.k = check_k(self.k)
         LOSSES[self.objective].complete(self.hyperparameters)
 
     @property

@@ -4,6 +4,7 @@ from collections.abc import Iterable
 from typing import Any
 
 from .calibration import Calibration
+from .checks import plain
 from .conformal import LEVELS, check_enough, check_level, enough_images
 from .questions import Question
 from .sets import check_k, k_key
@@ -26,7 +27,7 @@ def evaluated_sizes(
 ) -> list[float]:
     """The average set sizes of an evaluation: the model's own, those asked for or all recorded, the monitor's."""
     calibration = Calibration.of(config)
-    ks = k or (calibration.ks if labelled else [])
+    ks = list(map(plain, k)) or (calibration.ks if labelled else [])
     if hasattr(config, "k") and labelled:
         ks = [config.k, *ks]
     if watched is not None:
@@ -47,11 +48,12 @@ def evaluated_levels(
     if calibrate and coverage is None:
         return [level for level in LEVELS if num_examples >= enough_images(level)]
     if calibrate:
-        for level in coverage:
-            check_enough(check_level(level), num_examples)
-        return list(coverage)
+        levels = list(map(check_level, coverage))
+        for level in levels:
+            check_enough(level, num_examples)
+        return levels
     calibration = Calibration.of(config)
-    found = list(coverage) if coverage is not None else calibration.levels(method, per_class)
+    found = list(map(plain, coverage)) if coverage is not None else calibration.levels(method, per_class)
     if coverage is None and not found and (per_class or method != "lac"):
         found = [LEVELS[0]]  # to be refused with what is missing
     for level in found:

@@ -25,7 +25,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from .checks import is_number
+from .checks import is_number, plain
 from .scores import wide
 
 
@@ -54,7 +54,8 @@ def k_key(k: float) -> str:
     >>> k_key(5), k_key(5.0), k_key(1.5)
     ('5', '5', '1.5')
     """
-    return str(int(k)) if float(k).is_integer() else str(float(k))
+    k = float(plain(k))
+    return str(int(k)) if k.is_integer() else str(k)
 
 
 def metric_name(name: str, k: float, own_k: float | None) -> str:
@@ -67,15 +68,13 @@ def metric_name(name: str, k: float, own_k: float | None) -> str:
 
 
 def check_k(k: float, num_labels: int | None = None) -> float:
-    """Return `k` if it is a usable average set size, a finite number in [1, L), and raise otherwise."""
+    """Return `k`, a plain number, if it is a usable average set size, finite and in [1, L), and raise otherwise."""
+    k = plain(k)
     below = math.inf if num_labels is None else num_labels
     if not is_number(k) or not 1 <= k < below:
-        classes = "" if num_labels is None else f" for {num_labels} classes"
-        raise ValueError(
-            f"k={k!r} must be a number in [1, {'L' if num_labels is None else num_labels}){classes}: the average "
-            "number of classes in a set. Set it to e.g. `k=2`"
-            + (f"; with {num_labels} classes no average-K set can be asked for." if num_labels == 1 else ".")
-        )
+        wanted = "[1, L)" if num_labels is None else f"[1, {num_labels}) for {num_labels} classes"
+        remedy = f"Set it to e.g. `k={min(2, below - 1)}`." if below > 1 else "One class makes no sets: give more."
+        raise ValueError(f"k={k!r} must be a number in {wanted}: the average number of classes in a set. {remedy}")
     return k
 
 
@@ -277,7 +276,7 @@ def average_k_threshold(scores: Tensor | np.ndarray, k: float) -> float:
         raise ValueError("scores are empty: a threshold needs at least one image to calibrate on.")
     stream = AverageKThreshold([k], num_examples=len(scores))
     stream.update(scores)
-    return stream.compute()[k]
+    return stream.compute()[stream.ks[0]]
 
 
 def interpolated_threshold(thresholds: Mapping[float, float], k: float, probabilities: bool) -> float:
@@ -305,7 +304,7 @@ def predict_sets(scores: Tensor | np.ndarray, lambda_val: float, min_size: int =
         tensor([[ True, False],
                 [ True, False]])
     """
-    scores = score_matrix(scores).float()
+    scores, lambda_val, min_size = score_matrix(scores).float(), plain(lambda_val), plain(min_size)
     if not is_number(lambda_val):
         raise ValueError(f"lambda_val={lambda_val!r} is not a number; take it from `average_k_threshold(scores, k)`.")
     if isinstance(min_size, bool) or not isinstance(min_size, int) or not 0 <= min_size <= scores.shape[1]:

@@ -11,7 +11,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from .checks import is_number
+from .checks import is_number, plain
 from .conformal import coverage_record
 from .processes import add_up, broadcast, gather, rank, sum_over_processes, world_size
 from .questions import Answer
@@ -56,6 +56,7 @@ class SetStatistics:
         self.mass, self.answers = mass, dict(answers or {})
         self.ks = [check_k(k) for k in ks]
         if thresholds is not None:
+            thresholds = {plain(k): plain(lambda_val) for k, lambda_val in thresholds.items()}
             for k in self.ks:
                 _check_lambda(thresholds.get(k), k)
         self.thresholds = thresholds

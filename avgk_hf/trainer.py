@@ -58,7 +58,7 @@ class AvgKTrainer(CheckpointTrainer):
         train_dataset: Examples with `pixel_values`, `labels` and `index`, as `avgk_hf.prepare` gives them; `label` and
             `label_ids` do for `labels`.
         eval_dataset: The validation set, in the same form and with a length.
-        dataset_name: Name of the data in the calibration record.
+        dataset_name: Name of the data in the calibration record and the card; `user/name` is a dataset on the Hub.
         kwargs: As in `Trainer`.
     """
 
@@ -363,7 +363,8 @@ class AvgKTrainer(CheckpointTrainer):
         config = self.model.config
         repo = self.hub_model_id or model_name or Path(self.args.output_dir).name
         rows, sizes = hyperparameters(config, self.args), self.card.set_sizes if config.thresholds else None
-        card = render_card(repo, config, self.card.results(config), rows, self.dataset_name, sizes)
+        results, adapter = self.card.results(config), hasattr(self.model, "peft_config")
+        card = render_card(repo, config, results, rows, self.dataset_name, sizes, adapter=adapter)
         with new_file(Path(self.args.output_dir) / "README.md") as new:
             card.save(new)
 

@@ -260,13 +260,11 @@ class AvgKTrainingArguments(TrainingArguments):
             for name in names:
                 if name in given and not is_allowed(given[name]):
                     raise ValueError(f"{name}={given[name]!r} must be {allowed}.")
-        for k in self.calibrate_k:
-            try:
-                check_k(k)
-            except ValueError as error:
-                raise ValueError(f"calibrate_k={self.calibrate_k!r}: {error}") from None
-        for level in self.calibrate_coverage:
-            check_level(level, "calibrate_coverage")
+        try:
+            self.calibrate_k = [check_k(k) for k in self.calibrate_k]
+        except ValueError as error:
+            raise ValueError(f"calibrate_k={self.calibrate_k!r}: {error}") from None
+        self.calibrate_coverage = [check_level(level, "calibrate_coverage") for level in self.calibrate_coverage]
         check_choice("coverage_method", self.coverage_method, METHODS)
         if self.coverage_method != "lac" and self.calibrate_per_class:
             raise ValueError(f"coverage_method={self.coverage_method!r} has no thresholds per class: use 'lac'.")

@@ -24,7 +24,7 @@ from .backbones import (
     known_cfg,
     near_models,
 )
-from .checks import read_json
+from .checks import is_hub_id, read_json
 
 CONVERT = "save_file(torch.load(FILE, weights_only=True), 'model.safetensors', metadata={'format': 'pt'})"
 
@@ -35,11 +35,11 @@ def load_backbone(
     checkpoint: str | None,
     image_size: int | None,
     model_args: dict[str, Any] | None,
-) -> tuple[nn.Module, dict[str, Any], dict[str, Any]]:
+) -> tuple[nn.Module, dict[str, Any]]:
     """A timm model with the weights that are asked for; the arguments are those of `from_timm`.
 
     Returns:
-        The model, the arguments that shape it, and how images are prepared for it.
+        The model, and what a config says about it: `architecture`, `model_args`, `pretrained_cfg`, `base_model`.
     """
     source = f"local-dir:{name}" if Path(name).is_dir() else name
     model_args = dict(model_args or {})
@@ -69,8 +69,14 @@ def load_backbone(
             model_args.setdefault("img_size", image_size)
     # timm itself loads the weights, once; __init__ builds without them, or every from_pretrained would fetch them
     trained = create_backbone(architecture, model_args, pretrained, **where)
-    pretrained_cfg = _portable_cfg(trained.pretrained_cfg, model_args.get("in_chans", 3), image_size)
-    return trained, model_args, pretrained_cfg
+    cfg = _portable_cfg(trained.pretrained_cfg, model_args.get("in_chans", 3), image_size)
+    about = {"architecture": cfg["architecture"], "model_args": model_args, "pretrained_cfg": cfg}
+    if not pretrained or checkpoint is not None:  # timm's description is of other weights
+        cfg.pop("license", None)
+    elif not source.startswith("local-dir:"):
+        hub_id = source.partition(":")[2].partition("@")[0] or trained.pretrained_cfg.get("hf_hub_id")
+        about["base_model"] = hub_id if is_hub_id(hub_id) else None
+    return trained, about
 
 
 def _stored_config(source: str) -> tuple[str, dict[str, Any], dict[str, Any]]:

@@ -19,6 +19,8 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
 from urllib.parse import parse_qs, unquote
 
+import yaml
+
 
 @dataclass(frozen=True)
 class File:
@@ -210,6 +212,13 @@ class _Handler(BaseHTTPRequestHandler):
         self.hub.repos[kind, repo_id] = {"0" * 40: {}}
         return {"url": url}
 
+    def validate(self) -> dict[str, Any]:
+        wanted = json.loads(self.body)
+        errors = card_errors(wanted["content"]) if wanted["repoType"] == "model" else []
+        if errors:
+            raise HubError(400, "BadRequest", errors=[{"message": text} for text in errors])
+        return {"errors": [], "warnings": []}
+
     def info(self, kind: str, repo_id: str, revision: str | None) -> dict[str, Any]:
         sha, files = self.hub.find(kind, repo_id, revision)
         return {"id": repo_id, "sha": sha, "private": False, "siblings": [{"rfilename": path} for path in files]}
@@ -301,7 +310,7 @@ _API = r"/api/(?P<kind>models|datasets|spaces)/(?P<repo_id>[^/]+/[^/]+)"
 _WEB = r"/(?:(?P<kind>datasets|spaces)/)?(?P<repo_id>[^/]+/[^/]+)"
 ROUTES: dict[str, Callable[..., Any]] = {
     "GET /api/whoami-v2": lambda handler: {"type": "user", "name": handler.hub.user, "orgs": []},
-    "POST /api/validate-yaml": lambda handler: {"errors": [], "warnings": []},
+    "POST /api/validate-yaml": _Handler.validate,
     "POST /api/repos/create": _Handler.create,
     f"GET {_API}(?:/revision/(?P<revision>[^/]+))?": _Handler.info,
     f"GET {_API}/tree/(?P<revision>[^/]+)(?:/(?P<folder>.+))?": _Handler.tree,
@@ -312,6 +321,46 @@ ROUTES: dict[str, Callable[..., Any]] = {
     "POST /lfs/(?P<oid>[0-9a-f]{64})/verify": _Handler.lfs_verify,
     f"GET {_WEB}/resolve/(?P<revision>[^/]+)/(?P<path>.+)": _Handler.resolve,
 }
+
+
+LICENSES = (
+    "apache-2.0 mit bsd-3-clause cc-by-4.0 cc-by-sa-4.0 cc-by-nc-4.0 cc-by-nc-sa-4.0 cc0-1.0 gemma unknown other"
+)
+RELATIONS = ("adapter", "merge", "quantized", "finetune")
+ID = r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*"
+
+
+def card_errors(content: str) -> list[str]:
+    """What the Hub's specification of a model card (modelcard.md of huggingface/hub-docs) finds wrong with one."""
+    found = re.match("---\n(.*?)\n---\n", content, re.DOTALL)
+    data = yaml.safe_load(found[1]) if found else {}
+    ids = {name: data[name] for name in ("base_model", "datasets") if name in data}
+    ids = [(name, item) for name, part in ids.items() for item in (part if isinstance(part, list) else [part])]
+    errors = [f'"{name}" {item!r} is no id' for name, item in ids if not re.fullmatch(ID, str(item))]
+    errors += [
+        f'"{name}" must be a list of texts' for name in ("metrics", "tags") if not _are_texts(data.get(name, []))
+    ]
+    if data.get("license", "unknown") not in LICENSES.split():
+        errors.append(f'"license" {data["license"]!r} is not on the list')
+    if data.get("license") == "other" and not re.fullmatch("[a-z0-9.-]+", str(data.get("license_name"))):
+        errors.append('"license_name" is required')
+    if "base_model_relation" in data and ("base_model" not in data or data["base_model_relation"] not in RELATIONS):
+        errors.append('"base_model_relation" is unknown, or of nothing')
+    for model in data.get("model-index", []):
+        for number, result in enumerate(model["results"]):
+            needed = [("task", "type"), ("dataset", "type"), ("dataset", "name")]
+            missing = [f"{part}.{name}" for part, name in needed if not isinstance(result[part].get(name), str)]
+            missing += [
+                "metrics.type and value" for metric in result["metrics"] if not {"type", "value"} <= set(metric)
+            ]
+            errors += [f'"model-index[0].results[{number}].{name}" is required' for name in missing]
+            if not re.fullmatch(ID, str(result["dataset"].get("type"))):
+                errors.append(f'"model-index[0].results[{number}].dataset.type" is no id')
+    return errors
+
+
+def _are_texts(values: Any) -> bool:
+    return isinstance(values, list) and all(isinstance(value, str) for value in values)
 
 
 def git_hash(content: bytes) -> str:

@@ -1267,12 +1267,13 @@ def test_hostile_names_stay_names_in_the_card(case, saved_model, tmp_path):
     metrics = {"average_k_accuracy": 0.5, "mean_set_size": 2.0, "lambda_val": 0.1, "top1_accuracy": 0.4}
     plain_card = render_card("model", config, {"test": metrics}, {"a": "b"}, "data").content
     repo = case.replace("/", "-")
+    config.id2label = {**config.id2label, 0: case}
     render_card(repo, config, {"test": metrics}, {"a": case}, case).save(tmp_path / "README.md")
     assert tree(tmp_path) == ["README.md"]
     text = (tmp_path / "README.md").read_text()
-    card = ModelCard(text)
-    assert {result.dataset_name for result in card.data.eval_results} == {case}
-    front = yaml.safe_load(text.split("\n---\n")[0].removeprefix("---\n"))
+    assert ModelCard(text).data.eval_results is None  # the name is no Hub id
+    on_hub = render_card(repo, config, {"test": metrics}, {"a": case}, "someone/data").content
+    front = yaml.safe_load(on_hub.split("\n---\n")[0].removeprefix("---\n"))
     assert front["model-index"][0]["name"] == repo and front["library_name"] == "transformers"
 
     def shape(content):
@@ -1288,7 +1289,7 @@ def test_hostile_names_stay_names_in_the_card(case, saved_model, tmp_path):
     assert shape(text) == shape(plain_card)
     code = text.split("```python\n")[1].split("```\n")[0]
     compile(code, "card", "exec")
-    assert f"model={json.dumps(repo, ensure_ascii=False)})" in code
+    assert f"model = {json.dumps(repo, ensure_ascii=False)}  # " in code
 
 
 @cases(["$x_$", "$\\frac", "$", "a\nb", "a\0b", "\x1b[31m", "_^{}", "日本", "x" * 300, ""])

@@ -6,6 +6,7 @@ import math
 from pathlib import Path
 from types import SimpleNamespace
 
+import numpy as np
 import pytest
 import timm
 import torch
@@ -18,7 +19,7 @@ from transformers import (
     pipeline,
 )
 
-from avgk_hf import SetSizeMonitor, load_splits
+from avgk_hf import AvgKForImageClassification, SetSizeMonitor, load_splits
 from avgk_hf.calibration import Calibration
 from avgk_hf.classifiers import best_device, load_classifier, model_scores, transform_for, write_thresholds
 from avgk_hf.cli import main
@@ -185,6 +186,45 @@ def test_what_is_stored_for_a_classifier_of_another_class(splits, tmp_path):
         set(Calibration.of(config).coverage) == {"num_examples", "lac", "class_counts", "per_class"}
         and config.score == "sigmoid"
     )
+
+
+def test_numbers_of_numpy_are_numbers(splits, image_folder, tmp_path):
+    """As K, coverage, threshold or bound they give what Python's own give, down to the files and the metrics."""
+    save_vit(tmp_path / "vit")
+    single, whole = np.float32, np.int64
+    written, metrics, answers = [], [], []
+    for fraction, number in ((float, int), (single, whole), (np.float64, np.uint8), (torch.tensor, torch.tensor)):
+        model = load_classifier(str(tmp_path / "vit"))
+        ks, levels = [fraction(1.1), number(2), fraction(2.3)], [fraction(0.8), fraction(0.9)]
+        found = calibrate(model, splits["validation"], k=ks, coverage=levels)
+        found |= evaluate(model, splits["test"], k=ks, coverage=levels)
+        assert all(type(value) in (int, float) for value in found.values())
+        write_thresholds(model, tmp_path / "vit")
+        config, details = (tmp_path / "vit" / name for name in ("config.json", "calibration.json"))
+        written.append((config.read_text(), details.read_text(), repr(model.config.calibration)))
+        metrics.append(found)
+        sets = pipeline("average-k-image-classification", model=str(tmp_path / "vit"), k=fraction(1.7))
+        image = str(image_folder / "test" / "oak" / "0.png")
+        asked = ({"k": number(2)}, {"coverage": fraction(0.8)}, {"cumulative": fraction(0.3)})
+        asked += ({"lambda_val": fraction(0.1)}, {"min_size": number(2), "max_size": number(3)})
+        answers.append([sets(image, **question) for question in asked])
+        assert type(sets.question.k) is float and type(sets.monitor.k) is float
+    assert written == written[:1] * 4 and metrics == metrics[:1] * 4 and answers == answers[:1] * 4
+
+
+@pytest.mark.parametrize("k", [np.float32(2.5), np.float64(2.5), torch.tensor(2.5)])
+def test_numbers_of_numpy_in_a_model(k, make_trainer, tmp_path):
+    """From the config to the card and results of a training."""
+    model = AvgKForImageClassification.from_timm("test_resnet", id2label=dict(enumerate(CLASSES)), k=k, image_size=32)
+    trainer = make_trainer(model=model, calibrate_k=[np.int64(2), k], calibrate_coverage=[np.float32(0.8)])
+    metrics = trainer.evaluate()
+    assert json.loads(json.dumps(metrics)) == metrics and "eval_average_k_accuracy@2" in metrics
+    model.save_pretrained(tmp_path)
+    stored = json.loads((tmp_path / "config.json").read_text())
+    assert stored["k"] == 2.5 and set(stored["thresholds"]) == {"2", "2.5"} and type(model.config.k) is float
+    assert AvgKForImageClassification.from_pretrained(tmp_path, k=np.float32(2)).config.k == 2
+    assert predict_sets(torch.tensor([[0.1, 0.3]]), np.float32(0.1), np.int64(1)).all()
+    assert average_k_threshold(torch.tensor([[4.0, 3.0, 2.0, 1.0]]), np.float32(2.1)) == 2.5
 
 
 def test_python_twin_and_refusals(classifier, splits):

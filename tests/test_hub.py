@@ -11,14 +11,16 @@ from urllib.request import Request, urlopen
 import pytest
 import timm
 from forked import Forks
-from hub_server import HubServer
+from hub_server import HubServer, card_errors
 from safetensors.torch import save_file
 from test_layers import remote_files
+from transformers import pipeline
 
 import avgk_hf
 from archives import write_cifar
 from avgk_hf.calibration import Calibration
-from conftest import CLASSES, write_images
+from avgk_hf.cli import main
+from conftest import CLASSES, save_vit, write_images
 
 
 @pytest.fixture(scope="module")
@@ -194,7 +196,13 @@ model = AvgKForImageClassification.from_timm("hf_hub:someone/timm-tiny", num_lab
 weights, expected = model.backbone.state_dict(), load_file(sys.argv[1])
 assert weights.keys() == expected.keys() and all(torch.equal(weights[name], expected[name]) for name in weights)
 assert model(torch.zeros(2, 3, 32, 32)).logits.shape == (2, 6)
-assert model.config.architecture == "test_resnet" and "someone" not in str(model.config)
+assert model.config.architecture == "test_resnet" and model.config.base_model == "someone/timm-tiny"
+assert "someone" not in str(model.config.pretrained_cfg)
+untrained = AvgKForImageClassification.from_timm("hf_hub:someone/timm-tiny", num_labels=6, k=2, pretrained=False)
+assert untrained.config.base_model is None and "license" not in untrained.config.pretrained_cfg
+by_name = AvgKForImageClassification.from_timm("test_resnet", num_labels=6, k=2, pretrained=True)
+assert by_name.config.base_model == "timm/test_resnet.r160_in1k"
+assert by_name.config.pretrained_cfg["license"] == "apache-2.0"
 # a timm name is a classifier too: the weights that timm would load are on the Hub
 from avgk_hf.classifiers import load_classifier
 assert type(load_classifier("test_resnet")).__name__ == "TimmWrapperForImageClassification"
@@ -397,7 +405,7 @@ args = AvgKTrainingArguments(run, num_train_epochs=1, eval_strategy="epoch", sav
     load_best_model_at_end=True, push_to_hub=True, hub_model_id="someone/trees", hub_strategy="every_save",
     disable_tqdm=True, dataloader_pin_memory=False)
 trainer = AvgKTrainer(model, args, prepare(splits["train"], model.config), prepare(splits["validation"], model.config),
-    dataset_name="trees")
+    dataset_name="someone/images")
 trainer.train()
 trainer.evaluate(prepare(splits["test"], model.config), metric_key_prefix="test")
 Path(run, "set_sizes.png").write_bytes(b"a picture")
@@ -435,7 +443,8 @@ def test_a_trained_model_reaches_strangers(hub, client, image_folder, tmp_path):
         files = hub.files(repo)
         code = {f"{name}.py" for name in remote_files()}
         assert set(files) - {".gitattributes"} == code | {
-            "README.md", "config.json", "model.safetensors", "preprocessor_config.json", "set_sizes.png"
+            "README.md", "config.json", "calibration.json", "model.safetensors", "preprocessor_config.json",
+            "set_sizes.png"
         }  # fmt: skip
         assert json.loads(files["config.json"])["thresholds"] == local["thresholds"]
         for name, data in files.items():
@@ -444,11 +453,64 @@ def test_a_trained_model_reaches_strangers(hub, client, image_folder, tmp_path):
     assert set(json.loads(hub.files("someone/calibrated")["config.json"])["thresholds"]) == {"2", "3"}
     assert "model.safetensors" in hub.files("someone/calibrated")
     card = hub.files("someone/trees")["README.md"].decode()
-    for part in ("average-k-image-classification", "model-index", "average-2 accuracy", "split validation", "trees"):
+    parts = ("average-k-image-classification", "average-2 accuracy", "split validation", "datasets: - someone/images")
+    for part in (*parts, "type: someone/images", "| oak | 4 |"):
         assert part in " ".join(card.split()), part
+    for repo in ("someone/trees", "someone/calibrated"):
+        card = hub.files(repo)["README.md"].decode()
+        assert re.findall("^model = .*", card, re.MULTILINE) == [f'model = "{repo}"']
+    assert "base_model: someone/trees\n" in card and "POST /api/validate-yaml" in hub.requests
     assert "training_args.bin" not in local["files"]
     image = image_folder / "test" / "oak" / "0.png"
     assert client(SETS, image) == client(NO_PACKAGE, image)
+
+
+FOREIGN = """
+import json, sys
+if sys.argv[1] == "push":
+    from avgk_hf.cli import main
+    print(json.dumps(main(["push", *sys.argv[2:]])))
+else:
+    sys.modules["avgk_hf"] = None
+    from transformers import pipeline
+    sets = pipeline("average-k", model="someone/vit", trust_remote_code=True)
+    print(json.dumps(sets(sys.argv[2], coverage=0.8)))
+"""
+
+
+def test_a_calibrated_classifier_reaches_strangers(hub, client, image_folder, tmp_path):
+    """Of another class: the pipeline's code and calibration.json go with it, no other code."""
+    save_vit(tmp_path / "vit")
+    calibrate = ["calibrate", str(tmp_path / "vit"), str(image_folder), "--k", "2", "--coverage", "0.8"]
+    assert main([*calibrate, "--out", str(tmp_path / "out")]) == 0
+    code = {path.name for path in (tmp_path / "out").glob("*.py")}
+    (tmp_path / "out" / "other.py").write_text("raise SystemExit")
+    assert client(FOREIGN, "push", tmp_path / "out", "someone/vit") == 0
+    files = set(hub.files("someone/vit"))
+    assert {name for name in files if name.endswith(".py")} == code and "calibration.json" in files
+    image = str(image_folder / "test" / "oak" / "0.png")
+    sets = pipeline("average-k-image-classification", model=str(tmp_path / "out"))
+    labels = [item["label"] for item in sets(image, coverage=0.8)]
+    assert [item["label"] for item in client(FOREIGN, "use", image)] == labels
+    card = hub.files("someone/vit")["README.md"].decode()
+    assert 'model = "out"  # ' in (tmp_path / "out" / "README.md").read_text() and 'model = "someone/vit"\n' in card
+    code = card.split("```python\n")[1].split("```\n")[0].replace('"IMAGE"', repr(image))  # as it stands there
+    assert len(client(code + "import json\nprint(json.dumps(scores(image)))")) == 5
+
+
+WRONG_CARDS = {
+    "dataset.type": "model-index: [{name: a, results: [{task: {type: b}, dataset: {name: c}, metrics: []}]}]",
+    "is no id": "datasets:\n- trees",
+    "base_model_relation": "base_model_relation: finetune",
+    "license": "license: invented",
+    "license_name": "license: other",
+}
+
+
+@pytest.mark.parametrize("part", WRONG_CARDS)
+def test_metadata_that_the_hub_refuses(part):
+    """So that a card of ours which it takes means something."""
+    assert part in " ".join(card_errors(f"---\n{WRONG_CARDS[part]}\n---\n"))
 
 
 def test_a_failed_push_says_how_to_go_on(hub, client, model_folder):

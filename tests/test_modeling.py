@@ -272,6 +272,14 @@ def test_another_number_of_classes_drops_the_thresholds(make_model, tmp_path):
     assert loaded.config.thresholds == {} and loaded.config.train_counts is None
 
 
+def test_a_model_for_two_classes_is_offered_a_k_that_it_can_have(make_model, tmp_path):
+    make_model(k=2).save_pretrained(tmp_path)
+    two = {"num_labels": 2, "ignore_mismatched_sizes": True}
+    with pytest.raises(ValueError, match=r"k=2 must be a number in \[1, 2\) for 2 classes.*e\.g\. `k=1`\.$"):
+        AvgKForImageClassification.from_pretrained(tmp_path, **two)
+    assert AvgKForImageClassification.from_pretrained(tmp_path, k=1, **two).config.k == 1
+
+
 @pytest.mark.parametrize("k", [0, 0.9, 6, 100])
 def test_k_outside_the_range_is_refused_when_the_model_is_built(k):
     with pytest.raises(ValueError, match=rf"k={k} must be a number in \[1, 6\) for 6 classes"):

@@ -2,6 +2,7 @@
 
 import json
 import logging
+import re
 
 import numpy as np
 import pytest
@@ -12,9 +13,10 @@ from transformers import AutoModelForImageClassification, pipeline
 
 from avgk_hf import AvgKForImageClassification
 from avgk_hf.calibration import Calibration
+from avgk_hf.cli import main
 from avgk_hf.data.transforms import ImageTransform
 from avgk_hf.sets import average_k_threshold
-from conftest import CLASSES
+from conftest import CLASSES, save_vit
 
 TASK = "average-k-image-classification"
 
@@ -191,6 +193,41 @@ def test_remote_code_without_the_package(saved, images, forks, tmp_path):
     for k in (2, 2.5):
         assert names(answer["sets"][str(k)]) == expected[k]
     assert names(answer["again"]) == expected[2.5]
+
+
+FOREIGN_WITHOUT_PACKAGE = """
+import json, sys
+sys.modules["avgk_hf"] = None  # any import of it fails
+from transformers import AutoModelForImageClassification, pipeline
+model, sets, *images = sys.argv[1:]
+exec(sets)  # as the card says it
+assert type(sets.model).__module__.startswith("transformers."), type(sets.model)
+assert type(sets).__module__.startswith("transformers_modules"), type(sets)
+assert type(pipeline(model=model, trust_remote_code=True)) is type(sets)  # the only one that the config names
+stock = pipeline("image-classification", model=model)
+print(json.dumps([sets(images, k=2.5), sets(images, coverage=0.8, method="aps"), stock(images, top_k=1)]))
+"""
+
+
+def test_a_calibrated_classifier_without_the_package(images, image_folder, forks, tmp_path):
+    """The code stands beside the weights of another class, and calibration.json too; the card says how to use it."""
+    torch.manual_seed(0)
+    save_vit(tmp_path / "vit")
+    out = tmp_path / "out"
+    calibrate = ["calibrate", str(tmp_path / "vit"), str(image_folder), "--out", str(out)]
+    assert main([*calibrate, "--k", "2", "3", "--coverage", "0.8"]) == 0
+    needed = {path.name for path in out.glob("*.py")}
+    assert {"pipeline.py", "calibration.py"} <= needed < {f"{name}.py" for name in remote_files()}
+    card = (out / "README.md").read_text()
+    assert "add trust_remote_code" not in card
+    call = re.search("Without the package, `(sets = .*?)`", card)[1]
+    status, answer, err = forks.run(FOREIGN_WITHOUT_PACKAGE, out, call, *images, folder=tmp_path)
+    assert status == 0, err
+    sets, stock = pipeline(TASK, model=str(out)), pipeline("image-classification", model=str(out))  # no trust needed
+    expected = [sets(images, k=2.5), sets(images, coverage=0.8, method="aps"), stock(images, top_k=1)]
+    assert list(map(names, json.loads(answer.splitlines()[-1]))) == list(map(names, expected))
+    assert main(["calibrate", str(out), str(image_folder), "--k", "2"]) == 0  # again, where it is
+    assert {path.name for path in out.glob("*.py")} == needed and "average-k" in (out / "config.json").read_text()
 
 
 def test_package_users_need_no_trust(saved, images):

@@ -435,7 +435,9 @@ def test_what_is_a_number():
         (0.999, None, r"k=0.999 must be a number in \[1, L\): the average number .* `k=2`\.$"),
         (math.inf, None, r"k=inf must be a number in \[1, L\)"),
         (6, 6, r"k=6 must be a number in \[1, 6\) for 6 classes: .*`k=2`\.$"),
-        (1, 1, r"k=1 must be .* for 1 classes: .*`k=2`; with 1 classes no average-K set can be asked for\.$"),
+        (1, 1, r"k=1 must be .* for 1 classes: .*One class makes no sets: give more\.$"),
+        (2, 2, r"k=2 must be .* for 2 classes: .*`k=1`\.$"),
+        (3, 3, r"k=3 must be .* for 3 classes: .*`k=2`\.$"),
     ):
         with pytest.raises(ValueError, match=message):
             check_k(k, num_labels)

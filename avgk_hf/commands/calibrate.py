@@ -38,7 +38,7 @@ def run(args: argparse.Namespace) -> None:
     if not is_first_process():
         return
     if args.out:
-        save_classifier(model, args.out, metrics)
+        save_classifier(model, args.out, metrics, args.push)
     else:
         write_thresholds(model, args.model)
     print_metrics(metrics, args.json)
@@ -76,20 +76,28 @@ def _say_what_changed(before: dict[str, dict], after: dict[str, dict], folder: P
         print(f"older than these thresholds: {', '.join(older)} (`avgk card`, `avgk export` write them anew)")
 
 
-def save_classifier(model: Any, folder: str | Path, metrics: dict[str, float]) -> None:
-    """Save a calibrated classifier of any class with its image processor and a card."""
+def save_classifier(model: Any, folder: str | Path, metrics: dict[str, float], repo: str | None = None) -> None:
+    """Save a calibrated classifier of any class with its image processor, the pipeline and a card.
+
+    Args:
+        model: The classifier.
+        folder: Where to.
+        metrics: What the calibration measured.
+        repo: Where it will be on the Hub, if that is known.
+    """
     from ..calibration import Calibration
-    from ..classifiers import image_processor, write_thresholds
+    from ..classifiers import carry_code, image_processor, write_thresholds
     from ..model_card import render_card
     from ..modeling import AvgKForImageClassification
 
     folder = Path(folder)
     with replacing(folder) as new:
-        if not isinstance(model, AvgKForImageClassification):
-            image_processor(model).save_pretrained(new)
         model.save_pretrained(new)
         write_thresholds(model, new)
+        if not isinstance(model, AvgKForImageClassification):
+            image_processor(model).save_pretrained(new)
+            carry_code(new)
     dataset = Calibration.of(model.config).source.get("dataset")
-    card = render_card(folder.name, model.config, {"validation": metrics}, {}, dataset, calibrated_only=True)
+    card = render_card(repo or folder.name, model.config, {"validation": metrics}, {}, dataset, calibrated_only=True)
     with new_file(folder / "README.md") as new:
         card.save(new)

@@ -9,7 +9,7 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor, nn
 
-from ..checks import check_choice, is_number
+from ..checks import check_choice, is_number, plain
 from ..sets import check_k
 
 
@@ -39,6 +39,7 @@ class Hyperparameter:
         """
         if self.choices:
             return check_choice(name, value, self.choices)
+        value = plain(value)
         if not is_number(value) or not self.least <= value <= self.most or math.isinf(value):
             allowed = f">= {self.least:g}" if math.isinf(self.most) else f"in [{self.least:g}, {self.most:g}]"
             raise ValueError(f"{name}={value!r} must be a finite number {allowed}, e.g. {self.default}.")

@@ -17,7 +17,7 @@ import numpy as np
 import pyarrow as pa
 import torch
 
-from avgk_hf.checks import check_choice, is_number
+from avgk_hf.checks import check_choice, is_number, plain
 from avgk_hf.scores import SCORES
 from avgk_hf.sets import AverageKThreshold, check_k, score_matrix
 from avgk_hf.statistics import SetStatistics, check_train_counts, checked_labels
@@ -196,8 +196,7 @@ def _asked(
     train_counts: Any = None,
 ) -> dict[str, Any]:
     """The arguments by name, with plain numbers in place of scalars of numpy and torch; wrong ones are refused."""
-    k, lambda_val = (value.item() if getattr(value, "ndim", None) == 0 else value for value in (k, lambda_val))
-    check_k(k, num_labels)
+    k, lambda_val = check_k(k, num_labels), plain(lambda_val)
     check_choice("kind", kind, KINDS)
     if not (lambda_val is None if calibrate else is_number(lambda_val)):
         raise ValueError(
