@@ -5,7 +5,7 @@ Like the model, this file travels with a saved model as remote code.
 
 import json
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -52,6 +52,16 @@ def check_choice(name: str, value: Any, choices: Iterable[str]) -> str:
     if value not in choices:
         raise ValueError(f"{name}={value!r} is unknown; choose one of {choices}.")
     return value
+
+
+def same_labels(one: Mapping[Any, str], other: Mapping[Any, str]) -> bool:
+    """Whether two `id2label` name the same classes: to these names thresholds and counts belong.
+
+    Example:
+        >>> same_labels({"0": "oak", "1": "elm"}, {0: "oak", 1: "elm"}), same_labels({0: "oak"}, {0: "elm"})
+        (True, False)
+    """
+    return {int(i): label for i, label in one.items()} == {int(i): label for i, label in other.items()}
 
 
 def read_json(path: Path) -> dict[str, Any]:

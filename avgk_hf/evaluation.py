@@ -28,7 +28,7 @@ from .modeling import AvgKForImageClassification
 from .monitor import SetSizeMonitor
 from .processes import gather_list, rank, sum_over_processes, world_size
 from .questions import Question
-from .scores import HEADS, SUM_TO_ONE, NotFinite, all_scores
+from .scores import HEADS, SUM_TO_ONE, NotFinite, all_scores, head_logits
 from .sets import check_k, k_key, metric_name
 from .statistics import SetStatistics
 
@@ -101,12 +101,12 @@ class Evaluation:
         """Take in one batch.
 
         Args:
-            output: Of the model: `logits` (b, L), and `sccp_logits` where it has them.
+            output: Of the model, with the logits (b, L) of its heads as in `head_logits`.
             labels: True classes (b,), or None.
             first: Position of the first image among the n.
             loss: Mean over the batch.
         """
-        scores = all_scores(output.logits, getattr(output, "sccp_logits", None), self.score, first)
+        scores = all_scores(*head_logits(output), self.score, first)
         if self.sets is not None:
             self.sets.append((first, self.answer.classes(scores[self.answer.head])))
         self.labelled &= labels is not None
