@@ -79,9 +79,10 @@ class Calibration:
         named = self.source.get("head") or self._chosen.get(self.k)
         self.source_head: str = named or ("ml" if self._head == "auto" else self._head)
         stored = record.get("head_thresholds") or {}
-        if not isinstance(stored, Mapping) or not set(stored) <= set(HEADS):
-            wrong = next((head for head in stored if head not in HEADS), stored)
-            raise ValueError(f"calibration.head_thresholds has the key {wrong!r}; choose among {list(HEADS)}.")
+        if not isinstance(stored, Mapping):
+            raise ValueError(f"calibration.head_thresholds={stored!r} must map heads to thresholds.")
+        for head in set(stored) - set(HEADS):
+            raise ValueError(f"calibration.head_thresholds has the key {head!r}; choose among {list(HEADS)}.")
         self.thresholds = {
             head: self._checked(part, f"calibration.head_thresholds[{head!r}]") for head, part in stored.items()
         }
@@ -308,7 +309,8 @@ class Calibration:
             else:
                 continue
             raise ValueError(
-                f"{name}[{key!r}]={lambda_val!r} {reason}. Take it out and calibrate again: `avgk calibrate MODEL"
+                f"{name}[{key!r}]={lambda_val!r} {reason}. Take the field out of"
+                f" {'config.json' if name.startswith('config') else FILE} and calibrate again: `avgk calibrate MODEL"
                 " DATASET`."
             )
         return found
@@ -346,20 +348,14 @@ def _plain(thresholds: Mapping[float, float]) -> dict[str, float]:
     return {k_key(k): float(lambda_val) for k, lambda_val in sorted(thresholds.items())}
 
 
-def details(config: Any) -> dict[str, Any]:
-    """What calibration.json holds of a config."""
-    record = getattr(config, "calibration", None) or {}
+def save_details(config: Any, folder: str | Path) -> None:
+    """Write calibration.json beside config.json, or remove one that is out of date."""
+    path, record = Path(folder, FILE), getattr(config, "calibration", None) or {}
     found = {name: record[name] for name in DETAILS if record.get(name)}
     if getattr(config, "train_counts", None):
         found["train_counts"] = config.train_counts
-    return {"num_labels": config.num_labels, **found} if found else {}
-
-
-def save_details(config: Any, folder: str | Path) -> None:
-    """Write calibration.json beside config.json, or remove one that is out of date."""
-    path, found = Path(folder, FILE), details(config)
     if found:
-        write_text(path, json.dumps(found) + "\n")
+        write_text(path, json.dumps({"num_labels": config.num_labels, **found}) + "\n")
     else:
         path.unlink(missing_ok=True)
 

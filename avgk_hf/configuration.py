@@ -175,8 +175,15 @@ class AvgKConfig(PreTrainedConfig):
         return found
 
     def save_pretrained(self, save_directory: str | os.PathLike, **kwargs: Any) -> None:
-        """As in the base class, with calibration.json beside config.json."""
-        super().save_pretrained(save_directory, **kwargs)
+        """As in the base class; what grows with the classes is put in calibration.json, beside config.json."""
+        whole = self.calibration, self.train_counts
+        if self.calibration is not None:
+            self.calibration = Calibration.of(self).source
+        self.train_counts = None
+        try:
+            super().save_pretrained(save_directory, **kwargs)
+        finally:
+            self.calibration, self.train_counts = whole
         save_details(self, save_directory)
 
     @classmethod
@@ -194,11 +201,7 @@ class AvgKConfig(PreTrainedConfig):
         stated = ("architecture", "pretrained_cfg", "image_processor_type", "objective", "hyperparameters", "k")
         stated += ("score", "head", "sccp_head", "thresholds")
         output = {**super().to_diff_dict(), "auto_map": AUTO_MAP, "custom_pipelines": CUSTOM_PIPELINES}
-        output |= {name: getattr(self, name) for name in stated}
-        if self.calibration is not None:
-            output["calibration"] = Calibration.of(self).source
-        output.pop("train_counts", None)
-        return output
+        return {**output, **{name: getattr(self, name) for name in stated}}
 
     def to_json_string(self, use_diff: bool = True) -> str:
         """As in the base class, with what is short on one line."""

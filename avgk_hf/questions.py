@@ -13,7 +13,7 @@ from torch import Tensor
 
 from .checks import check_choice, is_number
 from .conformal import METHODS, check_level
-from .sets import best_first
+from .sets import best_first, check_k
 
 LARGE = 1e-3  # a probability that few classes reach
 
@@ -56,6 +56,9 @@ class Question:
             raise ValueError(
                 f"max_size={self.max_size} is below min_size={self.min_size}: no set can have such a size."
             )
+        if self.k is not None:
+            check_k(self.k)
+        check_choice("per_class", self.per_class, (True, False))
         check_choice("method", self.method, METHODS)
         if self.per_class and self.method != "lac" and self.coverage is not None:
             raise ValueError(

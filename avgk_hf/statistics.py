@@ -82,9 +82,8 @@ class SetStatistics:
         if self.num_seen and self.labelled != (labels is not None):
             raise ValueError("some images have labels and others none: leave out those without, or all labels.")
         self.num_labels, self.labelled = scores.shape[1], labels is not None
-        new = {"best": scores.amax(1)}
-        if labels is not None:
-            new |= self._of_true_class(scores, checked_labels(scores, labels))
+        new = {} if labels is None else self._of_true_class(scores, checked_labels(scores, labels))
+        new["best"] = scores.amax(1)
         if self.stream is not None:
             self.stream.update(scores)
         elif new["best"].isnan().any():

@@ -21,11 +21,12 @@ ROOT = Path(__file__).resolve().parent.parent
 FOLDER = ROOT / "runs" / "mutants"
 TRAINER, MODEL = "avgk_hf.trainer.xǁAvgKTrainerǁ", "avgk_hf.modeling.xǁAvgKForImageClassificationǁ"
 CARRIERS = {  # the functions that store, load, keep or drop a calibration, or match classes
-    TRAINER: "_store_calibration _calibration_record _load_calibration training_step",
+    TRAINER: "_plan _load_calibration training_step",
     "avgk_hf.checkpoints.xǁCheckpointTrainerǁ": "_load_best_model _load_from_checkpoint",
     MODEL: "_keep_head _needed_heads drop_sccp_head drop_unused_head",
-    "avgk_hf.classifiers.x_": "write_thresholds",
-    "avgk_hf.evaluation.x_": "_evaluate_foreign",
+    "avgk_hf.classifiers.x_": "write_thresholds write_config",
+    "avgk_hf.evaluation.xǁEvaluationǁ": "__init__ store metrics best_head lambdas",
+    "avgk_hf.evaluation.x_": "_stored _sizes _levels _of_sizes",
     "avgk_hf.model_card.xǁCardCallbackǁ": "__init__ on_train_begin on_evaluate results",
     "avgk_hf.data.datasets.x_": "align_labels",
 }
@@ -39,9 +40,14 @@ QUICK = ["-k", f"not ({' or '.join(LONG.split())})"]
 # group: the files; the functions, where not the whole files are meant; the quick tests that are meant for these
 GROUPS = {
     "losses": (["avgk_hf/losses/*.py"], [], ["tests/test_losses.py"]),
-    "sets": (["avgk_hf/sets.py"], [], ["tests/test_sets.py", "tests/test_conformal.py", *QUICK]),
+    "sets": (["avgk_hf/sets.py", "avgk_hf/scores.py"], [], ["tests/test_sets.py", "tests/test_conformal.py", *QUICK]),
     "conformal": (["avgk_hf/conformal.py"], [], ["tests/test_conformal.py", *QUICK]),
-    "statistics": (["avgk_hf/set_statistics.py"], [], ["tests/test_sets.py", *QUICK]),
+    "calibration": (
+        ["avgk_hf/calibration.py", "avgk_hf/questions.py"],
+        [],
+        ["tests/test_sets.py", "tests/test_conformal.py", "tests/test_configuration.py", *QUICK],
+    ),
+    "statistics": (["avgk_hf/statistics.py"], [], ["tests/test_sets.py", *QUICK]),
     "configuration": (["avgk_hf/configuration.py"], [], ["tests/test_configuration.py"]),
     "carried": (
         CARRIER_FILES,

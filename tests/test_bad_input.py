@@ -28,7 +28,7 @@ from PIL import Image
 
 import avgk_hf
 from avgk_hf import AvgKConfig, AvgKForImageClassification, AvgKTrainingArguments, load_splits, prepare
-from avgk_hf.calibration import Calibration
+from avgk_hf.calibration import DETAILS, Calibration
 from avgk_hf.cli import main
 from avgk_hf.data import align_labels, class_counts, open_image, skip_bad_images
 from avgk_hf.data.glyphs import write_image_folder
@@ -687,6 +687,8 @@ def test_bad_config_values(case, tmp_path):
     field, value = case[0], BAD_CONFIG[case[0]][case[1]]
     objective = {"objective": WEIGHTS.get(field, "avgk")}
     given = {"hyperparameters" if field in WEIGHTS else field: value}
+    if field in DETAILS:
+        given = {"calibration": given}
     with refused(field if field != "k" else "k="):
         AvgKConfig(**{"num_labels": 6, "k": 2, **objective, **given})
     if field in WEIGHTS:  # as what users write
@@ -1109,9 +1111,11 @@ def test_training_and_commands_skip_bad_images(spoilt, tmp_path, capsys, monkeyp
     assert warnings == ["1 of 6 classes have no training image, e.g. 'oak': they count as few shot."]
     results = json.loads((tmp_path / "run" / "results.json").read_text())
     assert results["skipped"] == {"train": 2, "validation": 1, "test": 1}
-    config = json.loads((tmp_path / "run" / "config.json").read_text())
-    assert config["calibration"]["num_examples"] == 17 and sum(config["train_counts"]) == 18
-    assert config["train_counts"][5] == 0
+    config, details = (
+        json.loads((tmp_path / "run" / f"{name}.json").read_text()) for name in ("config", "calibration")
+    )
+    assert config["calibration"]["num_examples"] == 17 and sum(details["train_counts"]) == 18
+    assert details["train_counts"][5] == 0
 
     command = ["evaluate", str(tmp_path / "run"), str(spoilt)]
     assert main(command) == 2

@@ -2,14 +2,16 @@
 
 import json
 import math
+import re
 
 import pytest
 from asking import threshold
-from transformers import AutoConfig, PreTrainedConfig
+from transformers import AutoConfig, AutoModelForImageClassification, PreTrainedConfig
 
-from avgk_hf import AvgKConfig
-from avgk_hf.calibration import Calibration
-from avgk_hf.configuration import AUTO_MAP, CUSTOM_PIPELINES, read_json
+from avgk_hf import AvgKConfig, AvgKForImageClassification
+from avgk_hf.calibration import Calibration, Question
+from avgk_hf.checks import read_json
+from avgk_hf.configuration import AUTO_MAP, CUSTOM_PIPELINES
 from avgk_hf.losses import every_hyperparameter
 
 FIELDS = {
@@ -266,3 +268,38 @@ def test_a_json_file_that_is_no_mapping_is_refused_by_name(tmp_path):
                 load(path)
     path.write_bytes('{"name": "é"}'.encode())
     assert read_json(path) == {"name": "é"}
+
+
+@pytest.mark.parametrize("classes", [6, 1081])
+def test_a_config_can_be_read(classes, make_model, tmp_path):
+    """Few lines besides those of transformers, whatever the number of classes; what grows with it lies beside."""
+    model = make_model(num_labels=classes, k=2, head="auto")
+    ks = (1, 1.5, 2, 3, 5)
+    lambdas = {head: {k: 0.5 / k for k in ks} for head in ("ml", "sccp", "mean")}
+    part = {"own": {str(j): 0.25 for j in range(classes)}, "pooled": 0.25, "pooled_from": "all"}
+    coverage = {"lac": {"0.9": 0.25}, "class_counts": [9] * classes, "per_class": {"0.9": part}}
+    source = {"num_examples": 31112, "dataset": "plantnet-300K", "split": "validation", "date": "2026-11-17"}
+    curve = [[k, 0.5 / k, k, 0.5, 0.5] for k in ks]
+    heads = dict.fromkeys(ks, "mean")
+    Calibration.store(
+        model.config, lambdas["mean"], {**source, "step": 117210, "head": "mean"}, heads, lambdas, coverage, curve
+    )
+    model.config.train_counts = [7] * classes
+    model.save_pretrained(tmp_path)
+    text = (tmp_path / "config.json").read_text()
+    of_transformers = {*PreTrainedConfig().to_dict(), "id2label", "label2id", "auto_map", "custom_pipelines"}
+    own, counted = 0, ""
+    for line in text.splitlines()[1:-1]:
+        name = re.match(r'  "(\w+)":', line)
+        counted = name[1] if name else counted
+        own += counted not in of_transformers
+    assert own <= 40, text
+    assert json.loads(text)["thresholds"] == {"1": 0.5, "1.5": 0.5 / 1.5, "2": 0.25, "3": 0.5 / 3, "5": 0.1}
+    for loaded in (AvgKForImageClassification, AutoModelForImageClassification):
+        config = loaded.from_pretrained(tmp_path).config
+        assert config.calibration == model.config.calibration and config.train_counts == [7] * classes
+    (tmp_path / "calibration.json").unlink()  # the thresholds are in config.json
+    bare = AvgKForImageClassification.from_pretrained(tmp_path).config
+    assert threshold(bare, 2) == 0.25 and bare.train_counts is None
+    with pytest.raises(ValueError, match="not calibrated for any coverage"):
+        Calibration.of(bare).answer(Question(coverage=0.9))

@@ -8,6 +8,7 @@ import shutil
 import sys
 import types
 from fractions import Fraction
+from typing import ClassVar
 
 import numpy as np
 import pytest
@@ -20,11 +21,12 @@ from mapie.conformity_scores import RAPSConformityScore
 from scipy.stats import betabinom
 from transformers import pipeline
 
-from avgk_hf import AvgKConfig, AvgKForImageClassification, SetSizeMonitor, load_splits
+from avgk_hf import AvgKConfig, AvgKForImageClassification, SetSizeMonitor, conformal, load_splits
 from avgk_hf.calibration import Calibration
 from avgk_hf.classifiers import load_classifier, model_scores, transform_for
 from avgk_hf.cli import main
 from avgk_hf.conformal import (
+    LAC,
     check_coverage,
     check_level,
     conformal_quantile,
@@ -741,6 +743,53 @@ def test_the_points_of_the_curve_serve_between_the_recorded_sizes():
         config.calibration = {"curve": curve}
         with pytest.raises(ValueError, match=r"calibration\.curve"):
             threshold(config, 5)
+
+
+# ---------------------------------------------------------------------------------------------- a further method
+
+
+class Margin(LAC):
+    """How far a class is behind the best one, with a setting of its own: e = scale (p_1 - p_y)."""
+
+    sign, sums = 1, True  # the sum before the second class is the best score
+    settings: ClassVar = {"scale": (int, float)}
+
+    @staticmethod
+    def choose(k):
+        return {"scale": 10 * k}
+
+    @staticmethod
+    def nonconformity(scores, before, position, settings):
+        return np.where(position == 1, before, before + settings["scale"])
+
+
+def test_a_method_from_outside(make_model, splits, image_folder, tmp_path, monkeypatch, capsys):
+    """One class and one line: calibrated, stored, asked by every door and evaluated, without touching the package."""
+    monkeypatch.setitem(conformal.METHODS, "margin", Margin)
+    model = make_model(id2label=dict(enumerate(CLASSES)))
+    evaluate(model, splits["validation"], [1, 3], calibrate=True, coverage=[0.9])
+    found = Calibration.of(model.config)
+    assert found.coverage["scale"] == 20 and found.levels("margin") == [0.9]
+    assert describe_coverage(found.coverage) == {"0.9": "lac, aps, raps, margin"}
+    model.save_pretrained(tmp_path)
+    path = str(image_folder / "test" / "oak" / "0.png")
+    scores = model_scores(model, transform_for(model).image(path)[None])
+    expected = [
+        CLASSES[j] for j in resolve(model.config, coverage=0.9, method="margin", min_size=1).classes(scores)[0]
+    ]
+    most = found.coverage["margin"]["0.9"]
+    order, mass = ranked_mass(scores)
+    inside = [i == 0 or mass[0, i].item() + 20 <= most for i in range(6)]
+    assert expected == [CLASSES[j] for j, kept in zip(order[0].tolist(), inside, strict=True) if kept]
+    classify = pipeline("average-k-image-classification", model=str(tmp_path), coverage=0.9, method="margin")
+    assert [item["label"] for item in classify(path)] == expected
+    assert main(["predict", str(tmp_path), path, "--coverage", "0.9", "--method", "margin", "--json"]) == 0
+    assert [item["label"] for item in json.loads(capsys.readouterr().out)[0]["set"]] == expected
+    metrics = evaluate(model, splits["test"], method="margin")
+    assert 0 <= metrics["coverage_margin_0.9"] <= 1
+    monkeypatch.undo()
+    with pytest.raises(ValueError, match=r"calibration\.json: calibration\.coverage\['scale'\] is unknown"):
+        AvgKForImageClassification.from_pretrained(tmp_path)
 
 
 # ----------------------------------------------------------------------------------------------------- refusals

@@ -409,7 +409,8 @@ def test_a_write_that_fails_leaves_the_old_model(model_folder, image_folder, com
     before = {path.name: path.read_bytes() for path in model_folder.iterdir()}
     config_size, weights_size = (sizes(model_folder)[name] for name in ("config.json", "model.safetensors"))
     load = f"from avgk_hf import *\nmodel = AvgKForImageClassification.from_pretrained({str(model_folder)!r})\n"
-    change = "model.ml_head.weight.data.zero_()\\Calibration.store(nmodel.config, {2: 0.5}, {})\n"
+    change = "model.ml_head.weight.data.zero_()\nfrom avgk_hf.calibration import Calibration\n"
+    change += "Calibration.store(model.config, {2: 0.5}, {})\n"
     for size, code in (
         (weights_size // 2, f"{load}{change}model.save_pretrained({str(model_folder)!r})"),
         (600, f"{load}{change}model.save_pretrained({str(model_folder)!r})"),  # less than any config.json takes
@@ -440,7 +441,7 @@ def test_class_names_survive_any_locale(make_model, tmp_path, environment):
     make_model(num_labels=None, id2label=names).save_pretrained(tmp_path)
     code = (
         "import sys\nfrom avgk_hf import AvgKForImageClassification\n"
-        "from avgk_hf.classifiers import write_thresholds\n"
+        "from avgk_hf.calibration import Calibration\nfrom avgk_hf.classifiers import write_thresholds\n"
         "model = AvgKForImageClassification.from_pretrained(sys.argv[1])\n"
         "Calibration.store(model.config, {2: 0.5}, {})\nwrite_thresholds(model, sys.argv[1])"
     )

@@ -5,6 +5,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from asking import Config
 from huggingface_hub import ModelCard
 from transformers import TrainerCallback
 
@@ -99,7 +100,7 @@ def test_the_best_evaluation_is_found_by_its_step():
         ({}, test),
         (None, test),
     ):
-        assert card.results(SimpleNamespace(calibration=record)) == expected
+        assert card.results(Config(num_labels=3, calibration=record)) == expected
 
 
 def test_a_run_without_results_is_refused(tmp_path):

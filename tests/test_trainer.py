@@ -159,11 +159,14 @@ def test_a_checkpoint_brings_back_its_whole_calibration(make_trainer, make_model
     checkpoint = trainer.state.best_model_checkpoint
     again = make_trainer(model=make_model(head="auto"), **{**options, "load_best_model_at_end": False})
     again.train(resume_from_checkpoint=checkpoint)  # which had ended
-    saved = json.loads((Path(checkpoint) / "config.json").read_text())
-    for name in ("thresholds", "heads", "head_thresholds", "coverage", "calibration"):
+    saved, details = (
+        json.loads((Path(checkpoint) / f"{name}.json").read_text()) for name in ("config", "calibration")
+    )
+    saved["calibration"] |= {name: details[name] for name in ("head_thresholds", "coverage", "curve")}
+    for name in ("thresholds", "heads", "calibration"):
         assert saved[name], name
         assert getattr(trainer.model.config, name) == getattr(again.model.config, name) == saved[name], name
-    assert {"lac", "aps", "raps", "per_class"} <= set(saved["coverage"])
+    assert {"lac", "aps", "raps", "per_class"} <= set(details["coverage"])
 
 
 def test_thresholds_are_dropped_when_the_weights_change(make_trainer):

@@ -212,8 +212,7 @@ class ConfigTest(unittest.TestCase):
             "head": "auto",
             "thresholds": {"1.5": 0.25},
             "heads": {"1.5": "sccp"},
-            "head_thresholds": {"ml": {"1.5": 0.125}, "sccp": {"1.5": 0.25}},
-            "calibration": {"num_examples": 30, "split": "validation"},
+            "calibration": {"num_examples": 30, "head_thresholds": {"ml": {"1.5": 0.125}, "sccp": {"1.5": 0.25}}},
         }
         tester = configuration_common.ConfigTester(
             self, config_class=AvgKConfig, has_text_modality=False, common_properties=list(fields), **fields

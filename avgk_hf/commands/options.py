@@ -1,6 +1,7 @@
 """Options that several commands have."""
 
-METHODS = ("lac", "aps", "raps")  # of coverage; conformal.py knows them too, but imports torch
+from ..conformal import METHODS
+
 BAD_IMAGES = {
     "choices": ("error", "skip"),
     "default": "error",
