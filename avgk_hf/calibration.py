@@ -35,7 +35,7 @@ from typing import Any, ClassVar
 import numpy as np
 from transformers.utils import cached_file
 
-from .checks import check_ids, is_number, read_json
+from .checks import check_ids, is_number, read_json, same_labels
 from .conformal import METHODS, check_coverage, enough_images, level_key
 from .files import write_text
 from .questions import Answer, Question, at_least
@@ -129,15 +129,16 @@ class Calibration:
             config: Of the model.
             thresholds: {K: lambda_val} of the head that answers.
             source: Where they come from.
-            heads: {K: head} that was chosen, for `head="auto"`.
+            heads: {K: head} that was chosen, for `head="auto"`; default: the ML head.
             head_thresholds: {head: {K: lambda_val}} of every head, so that all can be compared on other data.
             coverage: What `conformal.coverage_record` made of the same images.
             curve: What `SetStatistics.curve` made of them.
         """
         details = {"head_thresholds": {head: _plain(part) for head, part in (head_thresholds or {}).items()}}
         details |= {"coverage": coverage, "curve": curve}
+        heads = heads or (dict.fromkeys(thresholds, "ml") if getattr(config, "head", "ml") == "auto" else {})
         if heads or hasattr(config, "heads"):
-            config.heads = {k_key(k): head for k, head in sorted((heads or {}).items())}
+            config.heads = {k_key(k): head for k, head in sorted(heads.items())}
         config.thresholds = _plain(thresholds)
         config.calibration = {**(source or {}), **{name: part for name, part in details.items() if part}}
         config.score = getattr(config, "score", "softmax")
@@ -161,8 +162,7 @@ class Calibration:
         own = {k: found.threshold(k) for k in found.ks}
         config.head = "ml"
         if found.ks or found.source:
-            same = found.source_head == head
-            details = (found.coverage, found.curve) if same else (None, None)
+            details = (found.coverage, found.curve) if found.source_head == head else (None, None)
             cls.store(config, own, {**found.source, "head": "ml"}, None, None, *details)
         config.heads = {}
 
@@ -183,10 +183,10 @@ class Calibration:
         """The head that answers for `k`, by default the model's own.
 
         With `head="auto"` a K between those that were calibrated is answered by the head of the nearest, the smaller
-        one of two. Questions other than by K are answered by the head of the model's own K.
+        one of two, and nothing but the ML head before. Questions other than by K: the head of the model's own K.
         """
-        if self._head != "auto":
-            return self._head
+        if self._head != "auto" or not self.ks:
+            return "ml" if self._head == "auto" else self._head
         k = self._asked(k)
         if not self._chosen:
             raise ValueError("head='auto', and no head was chosen: calibrate the model with `avgk calibrate`.")
@@ -356,7 +356,7 @@ def save_details(config: Any, folder: str | Path) -> None:
 
 
 def load_details(config: Any, name: str | Path, /, **hub: Any) -> None:
-    """Add what calibration.json beside a config.json holds to the config, if it is of the same classes.
+    """Add what calibration.json holds to the config, if it and config.json beside it are of the same classes.
 
     Args:
         config: What config.json gave.
@@ -370,13 +370,13 @@ def load_details(config: Any, name: str | Path, /, **hub: Any) -> None:
         path = Path(name, where.get("subfolder", ""), FILE)
         path = path if path.is_file() else None
     else:
-        silent = {"missing_entries": False, "connection_errors": False, "gated_repo": False}
-        silent = {f"_raise_exceptions_for_{case}": value for case, value in silent.items()}
-        path = cached_file(str(name), FILE, **silent, **where)
+        silent = ("missing_entries", "connection_errors", "gated_repo")
+        path = cached_file(str(name), FILE, **{f"_raise_exceptions_for_{case}": False for case in silent}, **where)
     if path is None:
         return
-    found = read_json(Path(path))
-    if found.get("num_labels") != config.num_labels:  # of other classes, as the head that was left out
+    found, beside = read_json(Path(path)), Path(path).with_name("config.json")
+    labels = read_json(beside).get("id2label") if beside.is_file() else None
+    if found.get("num_labels") != config.num_labels or not same_labels(labels or config.id2label, config.id2label):
         return
     unknown = set(found) - {"num_labels", "train_counts", *DETAILS}
     if unknown:

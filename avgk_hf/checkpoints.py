@@ -37,7 +37,7 @@ from .files import UNFINISHED, check_output_dir, fresh_folder, make_folder, new_
 from .hub import OBJECTIVE_STATE, push_folder
 from .losses import LOSSES
 from .scores import NotFinite
-from .weights import check_folder, check_safetensors
+from .weights import ADAPTER, check_folder, check_safetensors, with_calibration
 
 logger = logging.get_logger(__name__)
 LOG = "train.log"
@@ -160,6 +160,8 @@ class CheckpointTrainer(Trainer):
                 (folder / TRAINING_ARGS_NAME).unlink(missing_ok=True)
                 if not (folder / "config.json").exists():  # peft saves its adapter only
                     self.model.config.save_pretrained(folder)
+                    weights = load_file(folder / ADAPTER) | with_calibration(self.model.config)
+                    save_file(weights, folder / ADAPTER, {"format": "pt"})
         if self.args.push_to_hub and not _internal_call:
             self.push_to_hub(commit_message="Model save")
 

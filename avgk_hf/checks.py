@@ -5,7 +5,7 @@ Like the model, this file travels with a saved model as remote code.
 
 import json
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -100,6 +100,16 @@ def is_hub_id(name: Any) -> bool:
     except HFValidationError:
         return False
     return isinstance(name, str) and "/" in name
+
+
+def same_labels(one: Mapping[Any, str], other: Mapping[Any, str]) -> bool:
+    """Whether two `id2label` name the same classes: to these names thresholds and counts belong.
+
+    Example:
+        >>> same_labels({"0": "oak", "1": "elm"}, {0: "oak", 1: "elm"}), same_labels({0: "oak"}, {0: "elm"})
+        (True, False)
+    """
+    return {int(i): label for i, label in one.items()} == {int(i): label for i, label in other.items()}
 
 
 def read_json(path: Path) -> dict[str, Any]:

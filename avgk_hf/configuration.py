@@ -18,7 +18,7 @@ from transformers.utils import logging
 
 from .backbones import MOST_LABELS, check_architecture, check_model_args, known_cfg
 from .calibration import FIELDS, Calibration, load_details, save_details
-from .checks import check_choice, is_hub_id, is_number, plain, read_json
+from .checks import check_choice, is_hub_id, is_number, plain, read_json, same_labels
 from .files import new_file
 from .scores import HEADS, SCORES
 from .sets import check_k
@@ -60,8 +60,8 @@ class AvgKConfig(PreTrainedConfig):
         hyperparameters: Those of the objective, by name, as its class states them; what is not given is the class's
             default. Each can also be given by its own name, e.g. `AvgKConfig(alpha=5.0)`.
         score: What is thresholded: `"softmax"`, `"sigmoid"` or `"logit"`.
-        head: Which head answers: `"ml"`, `"sccp"`, `"mean"` of both heads' scores, or `"auto"`, for each K the one
-            with the highest validation accuracy.
+        head: Which head answers: `"ml"` (the paper), `"sccp"`, `"mean"` of both heads' scores, or `"auto"`, for each
+            K the one with the highest validation accuracy; of a model with one head that is the ML head.
         sccp_head: Whether the model has the SCCP head besides the ML head.
         thresholds: {K: lambda_val} of the head that answers, from validation; K as text, lambda_val a plain float.
         heads: {K: head} that answers, as chosen on validation; only for `head="auto"`.
@@ -88,7 +88,7 @@ class AvgKConfig(PreTrainedConfig):
     k: float | int = 5
     hyperparameters: dict[str, float | int | str] = field(default_factory=dict)
     score: str = "softmax"
-    head: str = "ml"
+    head: str = "auto"
     sccp_head: bool = True
     thresholds: dict[str, float | int] = field(default_factory=dict)
     heads: dict[str, str] = field(default_factory=dict)
@@ -112,6 +112,8 @@ class AvgKConfig(PreTrainedConfig):
         choices = {"score": SCORES, "head": (*HEADS, "auto"), "image_processor_type": (IMAGE_PROCESSOR,)}
         for name, allowed in choices.items():
             check_choice(f"config.{name}", getattr(self, name), allowed)
+        if self.head == "auto" and not self.sccp_head:
+            self.head = "ml"  # there is nothing to choose
         check_architecture(self.architecture)
         check_model_args(self.model_args)
         self.pretrained_cfg = known_cfg(self.pretrained_cfg)
@@ -129,7 +131,7 @@ class AvgKConfig(PreTrainedConfig):
 
     @classmethod
     def from_dict(cls, config_dict: dict[str, Any], **kwargs: Any) -> "AvgKConfig":
-        """As in the base class; thresholds of another number of classes are dropped with the old head.
+        """As in the base class; thresholds of other classes, or of another score, are dropped.
 
         So is a name that is no field: transformers would keep it as an attribute, and act on some of them.
         """
@@ -139,7 +141,7 @@ class AvgKConfig(PreTrainedConfig):
             known = cls._known(config_dict, **kwargs)
             if kwargs.get("objective", known.get("objective")) != known.get("objective"):
                 known |= {"objective": kwargs.pop("objective"), "hyperparameters": {}}
-            known |= {name: kwargs.pop(name) for name in [*kwargs] if name in _every_hyperparameter()}
+            known |= {name: kwargs.pop(name) for name in [*kwargs] if name in {*_own(), *_every_hyperparameter()}}
             found = super().from_dict(known, **kwargs)
         except (ValueError, TypeError, StrictDataclassError) as error:
             raise (error if folder is None else _in_file(Path(folder, "config.json"), error)) from error
@@ -156,10 +158,14 @@ class AvgKConfig(PreTrainedConfig):
             if not name.startswith("_"):
                 logger.warning(f"config.{name} is no field of {cls.__name__} and is left out.")
         check_labels(config_dict)
-        stored = len(config_dict.get("id2label") or {})
-        wanted = len(kwargs["id2label"]) if "id2label" in kwargs else kwargs.get("num_labels", stored)
-        if stored and wanted != stored:
+        labels, score = config_dict.get("id2label") or {}, config_dict.get("score", cls.score)
+        same = kwargs.get("num_labels", len(labels)) == len(labels)
+        if labels and not (same and same_labels(kwargs.get("id2label", labels), labels)):
             known -= {*FIELDS, "train_counts"}
+        if kwargs.get("score", score) != score:
+            known -= {*FIELDS, "problem_type"}  # which the score implies
+        if config_dict.get("thresholds") and "thresholds" not in known:
+            logger.warning_once("the classes or the score are not those that were calibrated: thresholds are dropped.")
         return {name: value for name, value in config_dict.items() if name in known}
 
     @classmethod
@@ -282,9 +288,12 @@ def _objective(objective: str, given: dict[str, Any], further: dict[str, Any]) -
     return given
 
 
+def _own() -> list[str]:
+    return [name for name in AvgKConfig.__annotations__ if name not in PreTrainedConfig.__annotations__]
+
+
 def _refuse_misspelt(name: str) -> None:
-    own = [name for name in AvgKConfig.__annotations__ if name not in PreTrainedConfig.__annotations__]
-    own += ["num_labels", "id2label", "label2id", *_every_hyperparameter()]
+    own = [*_own(), "num_labels", "id2label", "label2id", *_every_hyperparameter()]
     near = difflib.get_close_matches(name.lower(), own, n=1, cutoff=0.75)
     if near and near[0] != name and not hasattr(PreTrainedConfig, name):
         raise ValueError(f"config.{name} is no field of AvgKConfig. Did you mean {near[0]!r}?")

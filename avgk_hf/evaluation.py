@@ -29,7 +29,7 @@ from .monitor import SetSizeMonitor
 from .processes import gather_list, rank, sum_over_processes, world_size
 from .questions import Question
 from .scope import check_asked, evaluated_levels, evaluated_sizes, stored_thresholds
-from .scores import HEADS, SUM_TO_ONE, NotFinite, all_scores, wide
+from .scores import HEADS, SUM_TO_ONE, NotFinite, all_scores, head_logits, wide
 from .sets import metric_name
 from .statistics import SetStatistics, sizes_only
 
@@ -106,12 +106,12 @@ class Evaluation:
         """Take in one batch.
 
         Args:
-            output: Of the model: `logits` (b, L), and `sccp_logits` where it has them.
+            output: Of the model, with the logits (b, L) of its heads as in `head_logits`.
             labels: True classes (b,), or None.
             first: Position of the first image among the n.
             loss: Mean over the batch.
         """
-        scores = all_scores(output.logits, getattr(output, "sccp_logits", None), self.score, first, self.classes)
+        scores = all_scores(*head_logits(output), self.score, first, self.classes)
         for head, statistics in self.statistics.items():
             statistics.update(scores[head], None if labels is None else labels.to(scores[head].device), first)
         self.labelled &= labels is not None

@@ -105,10 +105,17 @@ def _calibrated(config: Any, metrics: dict[str, float]) -> dict[str, Any]:
         "ks": list(map(k_key, calibration.ks)),
         "calibration": {name: as_markdown(record[name]) for name in source if record.get(name)},
         "restricted": None if calibration.classes is None else len(calibration.classes),
+        "heads": _heads(calibration) if getattr(config, "sccp_head", False) else {},
         "curve": calibration.curve,
         "curve_head": calibration.source_head if getattr(config, "head", "ml") == "auto" else None,
         "levels": _levels(describe_coverage(calibration.coverage), metrics),
     }
+
+
+def _heads(calibration: Calibration) -> dict[str, str]:
+    """{head: the K that it answers for, as text}."""
+    heads = {k: calibration.head(k) for k in calibration.ks}
+    return {head: ", ".join(k_key(k) for k in heads if heads[k] == head) for head in dict.fromkeys(heads.values())}
 
 
 def render_card(

@@ -24,8 +24,9 @@ from .configuration import AvgKConfig, installed_losses
 from .files import copy_file, make_folder, replacing, write_text
 from .pipeline import AverageKImageClassificationPipeline  # noqa: F401  (so that it travels with this file)
 from .questions import Question
+from .scores import answering_logits, head_logits
 from .sets import check_k
-from .weights import check_folder, load_backbone, refuse_adapter
+from .weights import check_folder, load_backbone, refuse_adapter, take_calibration
 
 ALIGNMENT = 64  # bytes, as torch allocates
 MOST_HEAD_WEIGHTS = 500_000_000  # of both heads, 2 GB
@@ -40,14 +41,17 @@ class AvgKOutput(ModelOutput):
 
     Args:
         loss: The objective, a scalar; only with labels.
-        logits: ML head Z, (B, L).
+        logits: Of the head that answers for the model's own K, (B, L); while training, and until the model is
+            calibrated, the ML head Z.
         sccp_logits: SCCP head Z', (B, L); None for a model without that head.
+        ml_logits: ML head Z, (B, L), where `logits` are not it; losses take it in their place.
         hidden_states: Feature maps of the backbone's stages; only with `output_hidden_states=True`.
     """
 
     loss: Tensor | None = None
     logits: Tensor | None = None
     sccp_logits: Tensor | None = None
+    ml_logits: Tensor | None = None
     hidden_states: tuple[Tensor, ...] | None = None
 
 
@@ -95,6 +99,7 @@ class AvgKForImageClassification(PreTrainedModel):
         self.ml_head = nn.Linear(width, config.num_labels)
         self.sccp_head = nn.Linear(width, config.num_labels) if config.sccp_head else None
         self._tied_weights_keys = _shared_names(self) or None  # peft takes a dict, even empty, for word embeddings
+        self.register_load_state_dict_pre_hook(take_calibration)
         self.post_init()
 
     @classmethod
@@ -254,13 +259,13 @@ class AvgKForImageClassification(PreTrainedModel):
             features, hidden_states = self.backbone.forward_head(last), tuple(hidden_states)
         else:
             features = self.backbone(pixel_values)  # (B, d)
-        output = AvgKOutput(
-            logits=self.ml_head(features),
-            sccp_logits=None if self.sccp_head is None else self.sccp_head(features),
-            hidden_states=hidden_states,
-        )
-        if labels is not None:
-            output = AvgKOutput(loss=self._objective()(output, labels, index), **output)
+        logits, second = self.ml_head(features), None if self.sccp_head is None else self.sccp_head(features)
+        heads = {"logits": logits, "sccp_logits": second}
+        loss = None if labels is None else self._objective()(AvgKOutput(**heads), labels, index)
+        head = "ml" if self.training or not self.config.thresholds else Calibration.of(self.config).head()
+        if head != "ml":
+            heads |= {"logits": answering_logits(logits, second, head, self.config.score), "ml_logits": logits}
+        output = AvgKOutput(loss=loss, **heads, hidden_states=hidden_states)
         return_dict = self.config.return_dict if return_dict is None else return_dict
         return output if return_dict else output.to_tuple()
 
@@ -324,7 +329,7 @@ class AvgKForImageClassification(PreTrainedModel):
         finally:
             if was_training:
                 self.train()
-        return Calibration.of(self.config).scores(output.logits, output.sccp_logits, head)
+        return Calibration.of(self.config).scores(*head_logits(output), head)
 
     def predict_sets(self, pixel_values: Tensor, k: float | None = None, **question: Any) -> list[list[int]]:
         """The predicted set of each image: class ids, best first.

@@ -17,6 +17,7 @@ from .calibration import Calibration, load_details
 from .images import open_image
 from .monitor import SetSizeMonitor
 from .questions import Question
+from .scores import head_logits
 
 TASK = "average-k-image-classification"
 SIDES = ("height", "width", "shortest_edge", "longest_edge")  # names of transformers' image processors
@@ -100,7 +101,7 @@ class AverageKImageClassificationPipeline(Pipeline):
         config = self.model.config
         calibration = Calibration.of(config)
         answer = calibration.answer(question)
-        scores = calibration.scores(model_outputs["logits"], model_outputs.get("sccp_logits"), answer.head)
+        scores = calibration.scores(*head_logits(model_outputs), answer.head)
         classes = answer.classes(scores)[0]
         if self.monitor is not None and question.by_size and question.k in (None, self.monitor.k):
             # K was calibrated without a smallest or largest size

@@ -51,7 +51,7 @@ class ModelArguments:
     objective: str = HfArg(default="avgk", help="The loss to train with.", metadata={"choices": LOSSES})
     k: float = HfArg(default=5, help="Average set size K, in [1, number of classes).")
     score: str = HfArg(default="softmax", help="What is thresholded.", metadata={"choices": list(SCORES)})
-    head: str = HfArg(default="ml", help="Which head answers.", metadata={"choices": [*HEADS, "auto"]})
+    head: str = HfArg(default="auto", help="Which head answers.", metadata={"choices": [*HEADS, "auto"]})
 
     def __post_init__(self) -> None:
         """Refuse a value that could only fail later, by the field's name."""

@@ -4,8 +4,11 @@ Like the model, this file travels with a saved model as remote code.
 """
 
 import math
+from collections.abc import Mapping
+from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from .checks import check_choice
@@ -14,6 +17,15 @@ SCORES = {
     "softmax": lambda logits: logits.softmax(-1),
     "sigmoid": lambda logits: logits.sigmoid(),
     "logit": lambda logits: logits,
+}
+# logits whose score is the mean of those of two heads' logits, in float32
+MEANS = {
+    "softmax": lambda one, other: torch.logaddexp(one.log_softmax(-1), other.log_softmax(-1)) - math.log(2),
+    "sigmoid": lambda one, other: (
+        torch.logaddexp(F.logsigmoid(one), F.logsigmoid(other))
+        - torch.logaddexp(F.logsigmoid(-one), F.logsigmoid(-other))
+    ),
+    "logit": lambda one, other: (one + other) / 2,
 }
 PROBABILITIES, SUM_TO_ONE = ("softmax", "sigmoid"), ("softmax",)  # what is known of some of them
 HEADS = ("ml", "sccp", "mean")
@@ -86,6 +98,24 @@ def restricted(logits: Tensor, kind: str, classes: list[int] | None) -> Tensor:
     scores = torch.full_like(logits, -math.inf)
     scores[:, classes] = SCORES[kind](logits[:, classes])
     return scores
+
+
+def head_logits(output: Any) -> tuple[Tensor, Tensor | None]:
+    """The logits (n, L) of the ML head and of the SCCP head, or None, of a model's output: the only reader of both.
+
+    `logits` are those of the head that answers, and where that is not the ML head its own are `ml_logits`. An output
+    of a model with one head, of any class, has `logits` only.
+    """
+    found = output if isinstance(output, Mapping) else vars(output)
+    own = found.get("ml_logits")
+    return found["logits"] if own is None else own, found.get("sccp_logits")
+
+
+def answering_logits(logits: Tensor, sccp_logits: Tensor, head: str, kind: str) -> Tensor:
+    """Logits (n, L) whose score, as in `score`, is that of `head_scores`; the arguments are those of `all_scores`."""
+    if head == "mean":
+        return MEANS[kind](logits.float(), sccp_logits.float())
+    return logits if head == "ml" else sccp_logits
 
 
 def head_scores(

@@ -4,16 +4,18 @@ Nothing is unpickled, and no file is opened that a stranger's config names. Like
 saved model as remote code.
 """
 
+import json
 import os
 import re
 from pathlib import Path
 from typing import Any
 
 import timm
-from huggingface_hub import hf_hub_download
+import torch
+from huggingface_hub import get_session, hf_hub_download, hf_hub_url, try_to_load_from_cache
 from huggingface_hub.errors import EntryNotFoundError
 from safetensors import SafetensorError, safe_open
-from torch import nn
+from torch import Tensor, nn
 from transformers.utils import find_adapter_config_file, is_peft_available
 
 from .backbones import (
@@ -24,8 +26,12 @@ from .backbones import (
     known_cfg,
     near_models,
 )
-from .checks import is_hub_id, read_json
+from .calibration import FIELDS, Calibration
+from .checks import is_hub_id, read_json, reason_of, same_labels
 
+WAIT = 10  # seconds for the Hub to answer at all
+ADAPTER, CALIBRATION = "adapter_model.safetensors", "calibration"  # of peft, and a tensor in it
+ADAPTED = ("k", "score", "head", "train_counts", *FIELDS)  # what an adapter brings with it
 CONVERT = "save_file(torch.load(FILE, weights_only=True), 'model.safetensors', metadata={'format': 'pt'})"
 
 
@@ -45,6 +51,10 @@ def load_backbone(
     model_args = dict(model_args or {})
     if pretrained is None:
         pretrained = ":" in source or checkpoint is not None
+    if checkpoint is not None and not pretrained:
+        raise ValueError(
+            f"checkpoint={checkpoint!r} names weights, and pretrained=False asks for none: leave one of them out."
+        )
     if checkpoint is not None and (Path(checkpoint).suffix != ".safetensors" or not Path(checkpoint).is_file()):
         raise ValueError(
             f"checkpoint={checkpoint!r} is not a .safetensors file. Convert other weights once with"
@@ -65,6 +75,9 @@ def load_backbone(
     else:
         architecture, where = name, {"pretrained_cfg_overlay": weights} if weights else {}
         cfg = timm.get_pretrained_cfg(name, allow_unregistered=True)
+        if pretrained and not weights and cfg and cfg.hf_hub_id:
+            repo_id, _, revision = cfg.hf_hub_id.partition("@")
+            _reach(repo_id, revision, *filter(None, [cfg.hf_hub_filename]), "model.safetensors", "pytorch_model.bin")
         if image_size is not None and cfg and cfg.fixed_input_size:
             model_args.setdefault("img_size", image_size)
     # timm itself loads the weights, once; __init__ builds without them, or every from_pretrained would fetch them
@@ -110,12 +123,32 @@ def _stored_file(source: str, name: str) -> Path:
     if kind not in ("hf_hub", "hf-hub"):
         raise ValueError(f"{source!r} is of an unknown kind; write `hf_hub:<repo id>` or the path of a folder.")
     repo_id, _, revision = location.partition("@")
+    _reach(repo_id, revision, name)
     try:
         return Path(hf_hub_download(repo_id, name, revision=revision or None))
     except EntryNotFoundError as error:
         raise FileNotFoundError(
             f"{repo_id} has no {name}, neither on the Hub nor in the cache; weights in other files, which may be"
             " pickles, are not opened here."
+        ) from error
+
+
+def _reach(repo_id: str, revision: str, *names: str) -> None:
+    """Refuse at once what is neither in the cache nor within reach; a download would try again for a minute.
+
+    Args:
+        repo_id: On the Hub.
+        revision: Of it, or empty.
+        names: Files of which one in the cache will do.
+    """
+    if any(try_to_load_from_cache(repo_id, name, revision=revision or None) is not None for name in names):
+        return  # there, or known to be missing
+    try:
+        get_session().head(hf_hub_url(repo_id, names[0], revision=revision or None), timeout=WAIT)
+    except Exception as error:  # of the HTTP library that the Hub's client takes; an answer, of whatever kind, is none
+        raise OSError(
+            f"{repo_id} is not in the cache, and the Hub cannot be reached ({reason_of(error).rstrip('.')}): go online"
+            " once, or give the weights as a file with `checkpoint=`."
         ) from error
 
 
@@ -132,6 +165,31 @@ def _portable_cfg(pretrained_cfg: dict[str, Any], in_chans: int, image_size: int
     if in_chans == 1:
         cfg.update(mean=[sum(cfg["mean"]) / len(cfg["mean"])], std=[sum(cfg["std"]) / len(cfg["std"])])
     return {k: list(v) if isinstance(v, tuple) else v for k, v in cfg.items() if v is not None}
+
+
+def with_calibration(config: Any) -> dict[str, Tensor]:
+    """The calibration as a tensor among the weights of an adapter: all that peft hands to the model it is loaded into.
+
+    `take_calibration` reads it, before the weights are loaded.
+    """
+    record = {name: getattr(config, name) for name in ("id2label", *ADAPTED)}
+    return {f"base_model.model.{CALIBRATION}": torch.tensor([*json.dumps(record).encode()], dtype=torch.uint8)}
+
+
+def take_calibration(model: nn.Module, state_dict: dict[str, Tensor], prefix: str, *_: Any) -> None:
+    """A hook of a model's `load_state_dict`: the calibration that comes with an adapter, or none, takes its place.
+
+    One of other classes is left out, because thresholds belong to the classes as they do to the weights.
+    """
+    found = state_dict.pop(prefix + CALIBRATION, None)
+    if found is None and not hasattr(model, "peft_config"):
+        return
+    config, record = model.config, {} if found is None else json.loads(bytes(found.tolist()))
+    Calibration.drop(config)
+    if same_labels(record.get("id2label", {}), config.id2label):
+        checked = type(config).from_dict({**config.to_dict(), **record})  # refuses what was edited or damaged
+        for name in ADAPTED:
+            setattr(config, name, getattr(checked, name))
 
 
 def refuse_adapter(name: str | os.PathLike, **kwargs: Any) -> None:
@@ -159,7 +217,7 @@ def check_folder(folder: str | os.PathLike, weights: bool = True) -> None:
     if not (folder / "config.json").is_file():
         raise FileNotFoundError(f"{folder} holds no config.json; name the folder of a saved model.")
     read_json(folder / "config.json")
-    names = [name for name in ("model.safetensors", "adapter_model.safetensors") if (folder / name).is_file()]
+    names = [name for name in ("model.safetensors", ADAPTER) if (folder / name).is_file()]
     index = folder / "model.safetensors.index.json"
     if "model.safetensors" not in names and index.is_file():
         names += check_weight_map(index)

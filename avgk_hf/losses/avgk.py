@@ -46,7 +46,7 @@ class AvgKLoss(Loss):
 
     sentence = (
         "Trained with the AVG-K loss: a softmax head proposes candidate classes over the whole batch, and a"
-        " multi-label head, whose scores are thresholded, is trained on them."
+        " multi-label head is trained on them."
     )
     hyperparameters: ClassVar = {
         "alpha": Hyperparameter(1.0, "Weight of the pseudo-labels."),

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from ..checks import check_choice, is_number, plain
+from ..scores import head_logits
 from ..sets import check_k
 
 
@@ -58,7 +59,8 @@ class Loss(nn.Module):
         hyperparameters: Values of those that are not to be the default, by name.
 
     Inputs:
-        - outputs: `.logits` (B, L), and `.sccp_logits` (B, L) for a loss with `two_heads`
+        - outputs: `.logits` (B, L), or `.ml_logits` where another head answers, and `.sccp_logits` (B, L) for a loss
+          with `two_heads`
         - labels: (B,), each in [0, L)
         - index: (B,), the positions of the images in the training set, for a loss with `per_image`
     """
@@ -83,20 +85,20 @@ class Loss(nn.Module):
 
     def forward(self, outputs: Any, labels: Tensor, index: Tensor | None = None, **further: Any) -> Tensor:
         """Return the scalar loss, computed in float32 at least, whatever the precision of the logits."""
-        check_labels(labels, outputs.logits)
+        logits, second = head_logits(outputs)
+        check_labels(labels, logits)
         if self.needs_k:
-            check_k(self.k, outputs.logits.shape[1])
+            check_k(self.k, logits.shape[1])
         if self.two_heads:
-            second = outputs.sccp_logits
-            if second is None or second.shape != outputs.logits.shape:
+            if second is None or second.shape != logits.shape:
                 raise ValueError(
-                    f"sccp_logits of {_kind(second)} beside logits of {_kind(outputs.logits)}: {type(self).__name__}"
+                    f"sccp_logits of {_kind(second)} beside logits of {_kind(logits)}: {type(self).__name__}"
                     " needs the scores of two heads for the same classes. Build the model for this objective."
                 )
             further["sccp_logits"] = _widen(second)
         if self.per_image:
             further["index"] = index
-        return self.compute(_widen(outputs.logits), labels, **further)
+        return self.compute(_widen(logits), labels, **further)
 
     @classmethod
     def complete(cls, given: Mapping[str, Any], place: str = "{}") -> dict[str, Any]:
