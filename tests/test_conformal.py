@@ -22,7 +22,7 @@ from scipy.stats import betabinom
 from transformers import pipeline
 
 from avgk_hf import AvgKConfig, AvgKForImageClassification, SetSizeMonitor, conformal, load_splits
-from avgk_hf.calibration import Calibration
+from avgk_hf.calibration import Calibration, Question
 from avgk_hf.classifiers import load_classifier, model_scores, transform_for
 from avgk_hf.cli import main
 from avgk_hf.conformal import (
@@ -664,6 +664,73 @@ def test_another_head_does_not_get_the_thresholds_of_the_first():
     config.calibration = {"head": "ml"}
     with pytest.raises(ValueError, match="are those of head='ml', and none is stored for 'sccp': calibrate"):
         threshold(config)
+
+
+def carried():
+    """A stand-in for a config that was calibrated with two heads, of which "sccp" answers for the model's own K."""
+    config = Config(num_labels=6, k=2, head="auto", heads={}, thresholds={}, calibration=None)
+    lambdas = {"ml": {1: 0.5, 2: 0.3, 4: 0.1}, "sccp": {1: 0.45, 2: 0.2, 4: 0.02}}
+    heads = {1: "ml", 2: "sccp", 4: "sccp"}
+    own = {k: lambdas[head][k] for k, head in heads.items()}
+    coverage = {"num_examples": 30, "lac": {"0.9": 0.125}}
+    curve = [[1, 0.45, 1, 1, 1], [3, 0.15, 3, 1, 1], [4, 0.02, 4, 1, 1]]
+    Calibration.store(config, own, {"num_examples": 30, "head": "sccp"}, heads, lambdas, coverage, curve)
+    return config, lambdas
+
+
+def test_a_calibration_is_carried_whole():
+    config, _ = carried()
+    other = Config(num_labels=6, k=2, head="auto")
+    Calibration.carry(config, other)
+    for name in ("thresholds", "heads", "calibration"):
+        assert getattr(other, name) == getattr(config, name) and getattr(other, name) is not getattr(config, name)
+    other.calibration["coverage"]["lac"]["0.9"] = 0.5
+    assert config.calibration["coverage"]["lac"]["0.9"] == 0.125  # nothing is shared
+    assert config.score == "softmax"
+    config.score = "logit"
+    assert Calibration.store(config, {2: 0.5}).score == config.score == "logit"
+    Calibration.drop(config)
+    assert (config.thresholds, config.heads, config.calibration) == ({}, {}, None)
+
+
+@pytest.mark.parametrize("head", ["ml", "sccp"])
+def test_a_calibration_is_kept_with_a_head(head):
+    """With that head's thresholds, and with curve and coverage where they are its own."""
+    config, lambdas = carried()
+    config.head = head
+    Calibration.keep_head(config, head)
+    assert (config.head, config.heads) == ("ml", {})
+    assert config.thresholds == {str(k): value for k, value in lambdas[head].items()}
+    own = {"coverage": {"num_examples": 30, "lac": {"0.9": 0.125}}} if head == "sccp" else {}
+    own |= {"curve": [[1, 0.45, 1, 1, 1], [3, 0.15, 3, 1, 1], [4, 0.02, 4, 1, 1]]} if own else {}
+    assert config.calibration == {"num_examples": 30, "head": "ml", **own}
+    assert resolve(config).head == "ml" and levels(config) == ([0.9] if own else [])
+    bare = Config(num_labels=6, k=2, head="sccp", heads={}, thresholds={}, calibration=None)
+    Calibration.keep_head(bare, "sccp")
+    assert (bare.head, bare.heads, bare.thresholds, bare.calibration) == ("ml", {}, {}, None)
+
+
+def test_answers_are_made_once_and_say_whose_scores_they_take():
+    config, _ = carried()
+    found = Calibration.of(config)
+    ask = Question(k=1)
+    assert found.answer(ask) is found.answer(Question(k=1)) and found.answer(ask).head == "ml"
+    assert [found.answer(Question(**q)).head for q in ({}, {"coverage": 0.9}, {"cumulative": 0.5})] == ["sccp"] * 3
+    assert found.answer(Question(coverage=0.9)).lambda_val == 0.125
+    assert found.threshold(1) == 0.5 and found.head_threshold("sccp", 1) == 0.45 and found.threshold(4) == 0.02
+    for k in range(200):
+        found.answer(Question(k=1 + k / 300))
+    assert len(found._answers) <= 100  # visitors may ask anything
+    part = {"own": {"0": 0.1}, "pooled": 0.7, "pooled_from": "rare"}
+    config.keep(head="ml", coverage={"aps": {"0.9": 0.5}, "class_counts": [9] * 6, "per_class": {"0.9": part}})
+    config.head = "ml"
+    answered = resolve(config, coverage=0.9, per_class=True)
+    assert answered.head == "ml" and answered.lambda_val is None
+    assert answered.inside.args[0].dtype == np.float32  # as the scores
+    assert resolve(config, coverage=0.9, method="aps").lambda_val is None
+    config.score = "sigmoid"
+    with pytest.raises(ValueError, match="does not sum to 1: use 'lac'"):
+        resolve(config, coverage=0.9, method="aps")
 
 
 def test_a_head_that_is_set_later_gets_its_own_thresholds(make_model, tmp_path):
