@@ -267,7 +267,7 @@ def describe_fields() -> str:
             lines.append(f"  {item.name:24}{text}")
     lines += [
         "",
-        "and every field of transformers.TrainingArguments, among them:",
+        "and the fields of transformers.TrainingArguments (docs/trainer.md says which are refused), among them:",
         "  output_dir, num_train_epochs, per_device_train_batch_size, learning_rate, lr_scheduler_type, optim,",
         "  weight_decay, seed, eval_strategy, save_strategy, load_best_model_at_end, bf16, report_to,",
         "  dataloader_num_workers, resume_from_checkpoint, push_to_hub",

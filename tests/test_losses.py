@@ -142,8 +142,8 @@ def test_candidates_are_kept_apart_where_probabilities_underflow():
 def test_bad_labels_are_refused(name):
     loss = make(name)
     outputs = AvgKOutput(logits=torch.randn(3, 4), sccp_logits=torch.randn(3, 4))
-    for wrong in (-100, -1, 4):
-        with pytest.raises(ValueError, match=rf"a label lies outside \[0, 4\).*: {wrong}\. Check"):
+    for wrong, remedy in ((-100, "A negative label"), (-1, "A negative label"), (4, "Check the label column")):
+        with pytest.raises(ValueError, match=rf"a label lies outside \[0, 4\).*: {wrong}\. {remedy}"):
             loss(outputs, torch.tensor([0, wrong, 1]))
     with pytest.raises(ValueError, match="mixup"):
         loss(outputs, torch.rand(3, 4))
