@@ -268,7 +268,7 @@ def evaluate(
         per_class: Whether to calibrate the thresholds of each class too, or to answer with them.
         monitor: Takes in the set sizes of its K, in random order, because folders are read class by class. Not for
             calibrating, where the sizes are K by construction. Images without labels always have one.
-        labels: How its classes are matched to the model's, as in `match_classes`.
+        labels: How the dataset's classes are matched to the model's, as in `match_classes`.
         classes_from_dataset: Calibrate for sets that hold classes of the dataset only, and K of these.
 
     Returns:
@@ -278,29 +278,33 @@ def evaluate(
     check_whole("num_workers", num_workers)
     check_choice("on_bad_image", on_bad_image, ON_BAD_IMAGE)
     check_choice("method", method, METHODS)
-    labelled, k, skipped = "label" in dataset.column_names, list(k), {}
+    config, labelled, k, skipped = model.config, "label" in dataset.column_names, list(k), {}
     by_coverage = coverage is not None or per_class or method != "lac"
-    check_asked(labelled, calibrate, monitor is not None, by_coverage, classes_from_dataset)
+    check_asked(labelled, calibrate, monitor is not None, by_coverage)
     if on_bad_image == "skip":  # before anything is computed, because the threshold depends on the number of images
         dataset, number = skip_bad_images(dataset, str(dataset.split or dataset_name or "the dataset"), num_workers)
         skipped = {"skipped": number}
-    config = model.config
-    answering = None if calibrate else Calibration.of(config).classes
-    dataset, classes = align_classes(dataset, config, labels, classes_from_dataset, answering)
+    dataset, classes = align_classes(dataset, config, labels, calibrate, classes_from_dataset)
     if not labelled:
         monitor = monitor or SetSizeMonitor.from_config(config, *k[:1])
-    number = len(classes or config.id2label)
-    ks = evaluated_sizes(config, k, calibrate, labelled, None if monitor is None else monitor.k, number)
+    watched = None if monitor is None else monitor.k
+    ks = evaluated_sizes(config, k, calibrate, labelled, watched, len(classes or config.id2label))
     levels = evaluated_levels(config, coverage, calibrate, len(dataset), method, per_class) if labelled else []
     evaluation = Evaluation(config, len(dataset), ks, calibrate, levels, method, per_class, classes=classes)
     run_model(model, dataset, [evaluation], batch_size, num_workers, "calibrate" if calibrate else "evaluate")
     if calibrate:
         evaluation.store(dataset=dataset_name, split=str(dataset.split or "validation"))
+    return {**_reported(evaluation, isinstance(model, AvgKForImageClassification), monitor), **skipped}
+
+
+def _reported(evaluation: Evaluation, has_loss: bool, monitor: SetSizeMonitor | None) -> dict[str, float]:
+    """The metrics of a finished evaluation, and what the monitor has seen in it."""
     metrics = evaluation.metrics()
-    if not labelled:
-        metrics = sizes_only(metrics, len(dataset), monitor.k, evaluation.own_k)
-    seen = {} if monitor is None else monitor.watch(evaluation.set_sizes(monitor.k))
-    return {**metrics, **seen, **skipped}
+    if not evaluation.labelled:
+        metrics = sizes_only(metrics, evaluation.num_examples, monitor.k, evaluation.own_k)
+    elif has_loss:
+        metrics = {"loss": evaluation.loss_sum / evaluation.num_examples, **metrics}
+    return metrics | ({} if monitor is None else monitor.watch(evaluation.set_sizes(monitor.k)))
 
 
 def run_model(

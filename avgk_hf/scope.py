@@ -10,7 +10,7 @@ from .questions import Question
 from .sets import check_k, k_key
 
 
-def check_asked(labelled: bool, calibrate: bool, monitored: bool, by_coverage: bool, restricted: bool) -> None:
+def check_asked(labelled: bool, calibrate: bool, monitored: bool, by_coverage: bool) -> None:
     """Refuse what cannot be asked of one evaluation."""
     if calibrate and monitored:
         raise ValueError("a monitor compares other images with those of the calibration: evaluate with it afterwards.")
@@ -18,8 +18,6 @@ def check_asked(labelled: bool, calibrate: bool, monitored: bool, by_coverage: b
         raise ValueError("the images have no labels: calibrate on labelled ones, split/<class>/image.jpg.")
     if by_coverage and not labelled:
         raise ValueError("the images have no labels, so no coverage can be measured on them: ask for sizes only (k).")
-    if restricted and not calibrate:
-        raise ValueError("classes_from_dataset says what K counts: calibrate with it, and evaluate afterwards.")
 
 
 def evaluated_sizes(

@@ -149,7 +149,7 @@ def test_demo_on_one_epoch(tmp_path, monkeypatch, capsys):
     full = load_glyphs(progress=False)
     small = type(full)({name: split.shard(10, 0) for name, split in full.items()})
     monkeypatch.setattr(train, "load_splits", lambda *args, **kwargs: small)
-    results = demo.demo(tmp_path, ("--num_train_epochs", "1", "--disable_tqdm", "true"))
+    results = demo.demo(tmp_path, ("--num_train_epochs", "1", "--disable_tqdm", "true", "--allow_new_classes"))
     text = capsys.readouterr().out
     assert set(results) == {"CE", "AVG-K"} and demo.table(results) in text
     for name in ("contact_sheet.png", "set_sizes.png", "table.md", "results.json"):

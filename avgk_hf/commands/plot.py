@@ -67,10 +67,8 @@ def plot_runs(runs: Sequence[str | Path], out: str | Path, allow_outside: bool =
         key = json.dumps(data, sort_keys=True)
         if key not in loaded:
             columns = data["dataset_config"], data["image_column"], data["label_column"], data["glyphs_seed"]
-            taken = data.get("validation_per_class"), data.get("split_seed", 0)
-            loaded[key] = load_splits(
-                data["dataset"], *columns, *taken, allow_outside=allow_outside, allow_new_classes=True
-            )
+            taken = data.get("validation_per_class"), data.get("split_seed", 0), False
+            loaded[key] = load_splits(data["dataset"], *columns, *taken, allow_outside, allow_new_classes=True)
         validation, test = (loaded[key][data[f"{part}_split"]] for part in ("validation", "test"))
         model = AvgKForImageClassification.from_pretrained(run)
         tradeoffs[name] = (model.config.calibration or {}).get("curve")  # before the curve against K calibrates anew

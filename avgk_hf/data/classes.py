@@ -11,6 +11,7 @@ from typing import Any
 from datasets import ClassLabel, Dataset
 from transformers.utils import logging
 
+from ..calibration import Calibration
 from ..checks import check_choice, read_json
 from ..shell import printable
 from .datasets import class_counts, class_ids
@@ -72,7 +73,7 @@ def _aligned(dataset: Dataset, config: Any, labels: Labels) -> tuple[Dataset, li
 
 
 def align_classes(
-    dataset: Dataset, config: Any, labels: Labels, restrict: bool = False, answering: list[int] | None = None
+    dataset: Dataset, config: Any, labels: Labels = "name", calibrate: bool = False, restrict: bool = False
 ) -> tuple[Dataset, list[int] | None]:
     """`align_labels`, and the classes that sets may hold, None for all; where the dataset has others, it is said.
 
@@ -80,9 +81,12 @@ def align_classes(
         dataset: As in `align_labels`, or without labels.
         config: As in `align_labels`.
         labels: As in `align_labels`.
-        restrict: Whether sets are to hold only classes of the dataset.
-        answering: Those that a calibration is restricted to.
+        calibrate: Whether the classes that sets may hold are to be chosen, or are those of the config's calibration.
+        restrict: Whether to choose those of the dataset only.
     """
+    if restrict and not calibrate:
+        raise ValueError("classes_from_dataset says what K counts: calibrate with it, and evaluate afterwards.")
+    answering = None if calibrate else Calibration.of(config).classes
     if "label" not in dataset.column_names:
         if labels != "name":
             raise ValueError("the images have no labels, so there are no classes to match: leave the label map out.")
