@@ -134,13 +134,14 @@ def enough_images(level: float) -> int:
     return math.ceil(1 / (1 - Fraction(str(float(level))))) - 1
 
 
-def check_enough(level: float, num_examples: int) -> None:
-    """Refuse a coverage level that takes more images than there are."""
+def check_enough(level: float, num_examples: int) -> float:
+    """Return a coverage level that the images are enough for, and refuse any other."""
     if num_examples < enough_images(level):
         raise ValueError(
             f"coverage={level_key(level)} cannot be calibrated on {num_examples} image(s): it takes"
             f" {enough_images(level)} at least. Use more validation images or a lower coverage."
         )
+    return level
 
 
 def conformal_quantile(values: np.ndarray, level: float) -> float:

@@ -345,3 +345,49 @@ def run_model(
 
     batches = tqdm(loader, desc=description, unit="batch", disable=rank() > 0)
     loop(evaluations, batches, compute or on_device, batch_size, model.device)
+<<<<<<< HEAD
+=======
+
+
+def _of_sizes(metrics: Mapping[str, float], num_images: int, watched: float, own: float | None) -> dict[str, float]:
+    """Of images without labels: the mean sizes, that of the watched K first and without its K."""
+    sizes = {name: value for name, value in metrics.items() if name.startswith("mean_set_size")}
+    mean = sizes.pop(metric_name("mean_set_size", watched, own))
+    if "mean_set_size" in sizes:
+        sizes[f"mean_set_size@{k_key(own)}"] = sizes.pop("mean_set_size")
+    return {"num_images": num_images, "mean_set_size": mean, **sizes}
+
+
+def _sizes(config: Any, k: list[float], calibrate: bool, labelled: bool, watched: float | None) -> list[float]:
+    """The average set sizes of an evaluation: the model's own, those asked for or all recorded, the monitor's."""
+    calibration = Calibration.of(config)
+    ks = list(map(plain, k)) or (calibration.ks if labelled else [])
+    if hasattr(config, "k") and labelled:
+        ks = [config.k, *ks]
+    if watched is not None:
+        ks = [*ks, watched]
+    if not ks and calibrate:
+        raise ValueError("name the average set sizes to calibrate for, e.g. `k=[1, 2, 5]`.")
+    for size in ks or [None]:
+        if not calibrate:
+            calibration.threshold(size)  # refuses one that is not calibrated
+        check_k(size, config.num_labels)
+    return list({k_key(size): size for size in ks}.values())
+
+
+def _levels(
+    config: Any, coverage: Iterable[float] | None, calibrate: bool, num_examples: int, method: str, per_class: bool
+) -> list[float]:
+    """The coverage levels to calibrate or to report; one that was asked for and cannot be had is refused."""
+    if calibrate and coverage is None:
+        return [level for level in LEVELS if num_examples >= enough_images(level)]
+    if calibrate:
+        return [check_enough(check_level(level), num_examples) for level in coverage]
+    calibration = Calibration.of(config)
+    levels = list(map(plain, coverage)) if coverage is not None else calibration.levels(method, per_class)
+    if coverage is None and not levels and (per_class or method != "lac"):
+        levels = [LEVELS[0]]  # to be refused with what is missing
+    for level in levels:
+        calibration.answer(_by_coverage(level, method, per_class))
+    return levels
+>>>>>>> jd

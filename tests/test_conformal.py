@@ -1128,7 +1128,7 @@ def test_a_card_has_no_results_for_a_k_that_was_not_evaluated(make_model):
     for suffix in ("", "@1"):
         names = ("average_k_accuracy", "mean_set_size", "lambda_val", "empty_sets")
         metrics |= {f"{name}{suffix}": 0.125 for name in names}
-    card = render_card("trees", model.config, {"test": metrics}, {})
+    card = render_card("trees", model.config, {"test": metrics}, {}, "someone/trees")
     rows = [line.split(" | ")[0] for line in card.content.partition("## Results")[2].splitlines()]
     assert [row for row in rows if row in ("| 1", "| 1.5", "| 2")] == ["| 1", "| 2"]
     assert {result.metric_name for result in card.data.eval_results} == {
