@@ -46,10 +46,7 @@ def evaluated_levels(
     if calibrate and coverage is None:
         return [level for level in LEVELS if num_examples >= enough_images(level)]
     if calibrate:
-        levels = list(map(check_level, coverage))
-        for level in levels:
-            check_enough(level, num_examples)
-        return levels
+        return [check_enough(check_level(level), num_examples) for level in coverage]
     calibration = Calibration.of(config)
     found = list(map(plain, coverage)) if coverage is not None else calibration.levels(method, per_class)
     if coverage is None and not found and (per_class or method != "lac"):
