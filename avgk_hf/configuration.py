@@ -70,7 +70,7 @@ class AvgKConfig(PreTrainedConfig):
         train_counts: Training images of each class, for the few / medium / many shot means.
 
     Example:
-        >>> config = AvgKConfig(architecture="test_resnet", num_labels=10, k=2, thresholds={"2": 0.125})
+        >>> config = AvgKConfig(architecture="test_resnet", num_labels=10, k=2, head="ml", thresholds={"2": 0.125})
         >>> Calibration.of(config).threshold(2)
         0.125
     """
