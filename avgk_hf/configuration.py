@@ -71,7 +71,7 @@ class AvgKConfig(PreTrainedConfig):
         base_model: Hub id of the model that the backbone's weights come from, for the card; nothing is loaded from it.
 
     Example:
-        >>> config = AvgKConfig(architecture="test_resnet", num_labels=10, k=2, thresholds={"2": 0.125})
+        >>> config = AvgKConfig(architecture="test_resnet", num_labels=10, k=2, head="ml", thresholds={"2": 0.125})
         >>> Calibration.of(config).threshold(2)
         0.125
     """

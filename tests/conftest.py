@@ -183,6 +183,7 @@ model: test_resnet
 image_size: 32
 objective: avgk
 k: 2
+head: ml  # one head for all K, so that sets grow with K
 
 # data
 dataset: {dataset}

@@ -212,6 +212,10 @@ def test_what_is_printed_can_be_logged(model_folder, image_folder, tmp_path, cap
         assert main([*words, "card", str(tmp_path)]) == 2
         first, second = (tmp_path / f"{number}.log").read_text().splitlines()
         assert first.endswith(f"avgk card {tmp_path}") and second.startswith("avgk card: ")
+    image = str(image_folder / "test" / "oak" / "0.png")
+    capsys.readouterr()
+    assert main([f"--log={tmp_path / 'predict.log'}", "predict", str(model_folder), image]) == 0
+    assert capsys.readouterr().out in (tmp_path / "predict.log").read_text()
     assert main([f"--log={tmp_path / 'train.log'}", "train", "nowhere.yaml", "--seed", "1"]) == 2
     assert "there is no recipe" in (tmp_path / "train.log").read_text()
     assert main(["--log", str(tmp_path), "card", str(model_folder)]) == 2

@@ -91,7 +91,7 @@ def test_what_other_readers_need_is_written_though_it_is_the_default(tmp_path):
     written = json.loads((tmp_path / "config.json").read_text())
     stated = {"architecture": "resnet18", "pretrained_cfg": {}, "image_processor_type": "TimmWrapperImageProcessor"}
     stated |= {"hyperparameters": {"alpha": 1.0, "candidate_scope": "global"}}
-    stated |= {"objective": "avgk", "k": 5, "score": "softmax", "head": "ml", "sccp_head": True, "thresholds": {}}
+    stated |= {"objective": "avgk", "k": 5, "score": "softmax", "head": "auto", "sccp_head": True, "thresholds": {}}
     assert {name: written[name] for name in stated} == stated
     assert not every_hyperparameter() & set(written)  # each loss has its own, in their place
     assert (written["auto_map"], written["custom_pipelines"]) == (AUTO_MAP, CUSTOM_PIPELINES)
@@ -116,7 +116,7 @@ def test_a_file_is_replaced_only_when_the_new_one_is_complete(tmp_path, monkeypa
 
 
 def test_other_classes_drop_what_was_calibrated(tmp_path):
-    """By their number or their names; the same number keeps it."""
+    """By their number or their names; the same names keep it."""
     calibrated().save_pretrained(tmp_path)
     written = json.loads((tmp_path / "config.json").read_text())
     names = dict(enumerate("abcdefg"))
@@ -125,7 +125,9 @@ def test_other_classes_drop_what_was_calibrated(tmp_path):
             assert config.num_labels == 7 and config.train_counts is None
             assert all(not getattr(config, name) for name in CARRIED)
             assert all(getattr(config, name) == FIELDS[name] for name in ("k", "objective", "hyperparameters", "head"))
-    for same in ({}, {"num_labels": 6}, {"id2label": dict(enumerate("abcdef"))}):
+    config = AvgKConfig.from_pretrained(tmp_path, id2label=dict(enumerate("abcdef")))
+    assert config.train_counts is None and all(not getattr(config, name) for name in CARRIED)
+    for same in ({}, {"num_labels": 6}, {"id2label": {i: f"LABEL_{i}" for i in range(6)}}):
         config = AvgKConfig.from_pretrained(tmp_path, **same)
         assert config.train_counts == FIELDS["train_counts"] and config.thresholds["2"] == 0.2
     # without class names in the file there is nothing to compare with
@@ -244,7 +246,7 @@ def test_what_is_fine():
     config = AvgKConfig(num_labels=6, something_else=3, output_hidden_states=True)  # as transformers does
     assert AvgKConfig(heading=1).heading == 1  # not near enough to a field
     assert config.something_else == 3 and config.output_hidden_states
-    assert threshold(AvgKConfig(num_labels=6, score="logit", thresholds={"2": -3.5}), 2) == -3.5
+    assert threshold(AvgKConfig(num_labels=6, score="logit", head="ml", thresholds={"2": -3.5}), 2) == -3.5
     logit = AvgKConfig(
         num_labels=6,
         score="logit",

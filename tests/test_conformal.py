@@ -766,7 +766,7 @@ def test_a_head_that_is_set_later_gets_its_own_thresholds(make_model, tmp_path):
         assert levels(kept.config) == ([0.9] if head == "sccp" else [])
     assert threshold(model("ml").drop_sccp_head().config, 2) == 0.3
     assert make_model(head="sccp").drop_unused_head().config.calibration is None
-    lost = make_model()
+    lost = make_model(head="ml")
     Calibration.store(lost.config, {2: 0.2}, {})
     lost.config.head = "auto"
     with pytest.raises(ValueError, match="head='auto', and no head was chosen: calibrate"):
@@ -774,7 +774,7 @@ def test_a_head_that_is_set_later_gets_its_own_thresholds(make_model, tmp_path):
 
 
 def test_evaluation_with_another_head_leaves_the_coverage_out(make_model, splits):
-    model = make_model()
+    model = make_model(head="ml")
     evaluate(model, splits["validation"], [1, 3], calibrate=True, coverage=[0.9])
     model.config.head = "sccp"
     assert not any(name.startswith("coverage") for name in evaluate(model, splits["test"]))

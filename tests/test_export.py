@@ -220,7 +220,7 @@ def saved(tmp_path_factory, splits):
     """A calibrated model in a folder."""
     torch.manual_seed(0)
     labels = dict(enumerate(CLASSES))
-    model = AvgKForImageClassification.from_timm("test_resnet", id2label=labels, k=2, image_size=32)
+    model = AvgKForImageClassification.from_timm("test_resnet", id2label=labels, k=2, image_size=32, head="ml")
     model.config.pretrained_cfg["crop_pct"] = 0.9
     torch.nn.init.normal_(model.ml_head.weight, std=3)
     calibrate(model, splits["validation"], [1, 2])

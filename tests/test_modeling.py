@@ -2,6 +2,7 @@
 
 import json
 import os
+import socket
 import subprocess
 import sys
 
@@ -14,6 +15,7 @@ from transformers import AutoConfig, AutoImageProcessor, AutoModelForImageClassi
 from avgk_hf import AvgKConfig, AvgKForImageClassification
 from avgk_hf.calibration import Calibration
 from avgk_hf.losses import LOSSES, make_loss
+from avgk_hf.scores import answering_logits, head_logits, score
 
 BACKBONES = ["test_resnet", "test_vit", "test_convnext", "test_efficientnet"]
 IMAGES = torch.rand(4, 3, 32, 32, generator=torch.Generator().manual_seed(0))
@@ -100,6 +102,24 @@ def test_weights_of_a_safetensors_file(tmp_path):
     assert set(load_file(tmp_path / "model" / "model.safetensors")) == set(model.state_dict())
     with pytest.raises(ValueError, match=r"weights.pth.*is not a .safetensors file"):
         AvgKForImageClassification.from_timm("test_resnet", 5, k=2, checkpoint=str(tmp_path / "weights.pth"))
+    with pytest.raises(ValueError, match=r"weights.safetensors' names weights, and pretrained=False asks for none"):
+        AvgKForImageClassification.from_timm("test_resnet", 5, k=2, checkpoint=checkpoint, pretrained=False)
+
+
+@pytest.mark.parametrize("name", ["resnet18", "hf_hub:someone/tiny"])
+def test_weights_out_of_reach_end_in_a_sentence_at_once(name, tmp_path):
+    """Not after a minute of retries: in a new process, because the Hub's address is read on import."""
+    free = socket.socket()
+    free.bind(("127.0.0.1", 0))  # bound, but nobody listens
+    code = (
+        f"from avgk_hf import AvgKForImageClassification as Model\nModel.from_timm({name!r}, 5, k=2, pretrained=True)"
+    )
+    environment = {name: value for name, value in os.environ.items() if not name.startswith("HF_")}
+    environment |= {"HF_HOME": str(tmp_path), "HF_ENDPOINT": f"http://127.0.0.1:{free.getsockname()[1]}"}
+    found = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True, check=False)
+    free.close()
+    assert "is not in the cache, and the Hub cannot be reached" in found.stderr.splitlines()[-1]
+    assert "`checkpoint=`" in found.stderr.splitlines()[-1] and "Retrying" not in found.stderr
 
 
 def test_init_keeps_timm_weights_and_fresh_heads_differ(make_model):
@@ -258,6 +278,45 @@ def test_a_head_that_stays_keeps_what_was_calibrated_for_it(make_model):
     assert single.drop_unused_head() is single and single.sccp_head is None and single.config.head == "ml"
 
 
+def test_logits_are_those_of_the_head_that_answers(make_model):
+    """Of a calibrated model that is not in training; the losses see both heads as before."""
+    model, pixels, labels = make_model().eval(), torch.randn(4, 3, 32, 32), torch.tensor([0, 1, 2, 5])
+    before = model(pixels, labels)
+    assert before.ml_logits is None and model.config.head == "auto"
+    for head, expected in (("sccp", before.sccp_logits), ("mean", None), ("ml", before.logits)):
+        Calibration.store(model.config, {2: 0.2}, heads={2: head})
+        output = model.eval()(pixels, labels)
+        assert torch.equal(output.loss, before.loss) and torch.equal(output.sccp_logits, before.sccp_logits)
+        assert all(map(torch.equal, head_logits(output), (before.logits, before.sccp_logits)))
+        assert expected is None or torch.equal(output.logits, expected)
+        assert torch.allclose(output.logits.softmax(-1), model.scores(pixels), atol=1e-6)
+        assert (output.ml_logits is None) == (head == "ml")
+    compiled = torch.compile(model.eval(), backend="eager", fullgraph=True)
+    for head in ("sccp", "ml", "mean"):
+        Calibration.store(model.config, {2: 0.2}, heads={2: head})
+        assert torch.allclose(compiled(pixels).logits, model(pixels).logits)
+    for output in (model.train()(pixels), model(pixels, labels)):  # of the mean nothing is computed in training
+        assert output.ml_logits is None and torch.equal(output.logits, model.ml_head(model.backbone(pixels)))
+
+
+@pytest.mark.parametrize("kind", ["softmax", "sigmoid", "logit"])
+def test_the_score_of_the_mean_logits_is_the_mean_of_the_scores(kind):
+    """Also where the heads contradict each other, and in half precision."""
+    for size, dtype in ((1.0, torch.float32), (1e4, torch.float32), (30.0, torch.bfloat16)):
+        one, other = (size * torch.randn(2, 50, 7)).to(dtype)
+        expected = (score(one, kind) + score(other, kind)) / 2
+        assert torch.allclose(score(answering_logits(one, other, "mean", kind), kind), expected, atol=1e-6)
+
+
+def test_one_head_has_nothing_to_choose(make_model, tmp_path):
+    model = make_model(objective="ce", head="auto")
+    assert model.config.head == "ml" == AvgKConfig(sccp_head=False).head and AvgKConfig().head == "auto"
+    Calibration.store(model.config, {2: 0.1})
+    model.save_pretrained(tmp_path)
+    assert AvgKForImageClassification.from_pretrained(tmp_path).config.heads == {}
+    assert len(model.predict_sets(torch.zeros(2, 3, 32, 32))) == 2
+
+
 def test_a_head_that_is_not_trained_cannot_answer(make_model):
     with pytest.raises(ValueError, match="head='sccp' needs the SCCP head, which objective='ce' does not train"):
         make_model(objective="ce", head="sccp")
@@ -278,6 +337,24 @@ def test_a_model_for_two_classes_is_offered_a_k_that_it_can_have(make_model, tmp
     with pytest.raises(ValueError, match=r"k=2 must be a number in \[1, 2\) for 2 classes.*e\.g\. `k=1`\.$"):
         AvgKForImageClassification.from_pretrained(tmp_path, **two)
     assert AvgKForImageClassification.from_pretrained(tmp_path, k=1, **two).config.k == 1
+
+
+@pytest.mark.parametrize("load", [AvgKForImageClassification, AutoModelForImageClassification, AvgKConfig])
+def test_other_class_names_of_the_same_number_drop_the_thresholds(make_model, tmp_path, load):
+    """And the training counts; the same names keep them."""
+    names = dict(enumerate(["ash", "beech", "cedar", "elm", "fir", "oak"]))
+    model = make_model(id2label=names, num_labels=None, train_counts=[1, 2, 3, 4, 5, 6])
+    Calibration.store(model.config, {2: 0.1}, {"num_examples": 9}, coverage={"lac": {"0.9": 0.1}})
+    model.save_pretrained(tmp_path)
+    for labels in (names, names | {5: "yew"}):
+        loaded = load.from_pretrained(tmp_path, id2label=labels)
+        config = getattr(loaded, "config", loaded)
+        assert config.id2label == labels
+        kept = (config.thresholds, config.heads, config.calibration, config.train_counts)
+        if labels is names:
+            assert kept == ({"2": 0.1}, {"2": "ml"}, model.config.calibration, [1, 2, 3, 4, 5, 6])
+        else:
+            assert kept == ({}, {}, None, None)
 
 
 @pytest.mark.parametrize("k", [0, 0.9, 6, 100])

@@ -105,6 +105,39 @@ def test_set_pipeline_follows_the_head_that_was_chosen(saved, images, tmp_path):
     assert len({answer[0][0]["score"] for answer in answers.values()}) == 3  # three heads, three scores
 
 
+@pytest.mark.parametrize("score", ["softmax", "sigmoid", "logit"])
+@pytest.mark.parametrize("head", ["ml", "sccp", "mean"])
+def test_stock_doors_give_the_classes_in_the_order_of_the_sets(images, tmp_path, head, score):
+    """Of the head that answers for the model's own K, whichever it is; loaded by the Auto class, too."""
+    model, *_ = calibrated(tmp_path, images, score=score)
+    Calibration.store(model.config, {1: 0.3, 2: 0.2}, heads={1: "ml", 2: head})
+    model.save_pretrained(tmp_path)
+    everything = {"lambda_val": 0.0 if score != "logit" else -1e6}
+    sets = pipeline(TASK, model=str(tmp_path))(images, **everything)
+    stock = pipeline("image-classification", model=str(tmp_path))(images, top_k=6)
+    assert names(stock) == names(sets) and {len(found) for found in sets} == {6}
+    if score != "logit":  # of which the stock pipeline makes probabilities
+        wanted = [item["score"] for found in sets for item in found]
+        assert [item["score"] for found in stock for item in found] == pytest.approx(wanted, abs=1e-6)
+    transform = ImageTransform(model.config)
+    pixels = torch.stack([transform.image(path) for path in images])
+    with torch.no_grad():
+        logits = AutoModelForImageClassification.from_pretrained(tmp_path).eval()(pixels).logits
+    assert [[CLASSES[j] for j in row] for row in logits.argsort(descending=True).tolist()] == names(sets)
+
+
+def test_a_sigmoid_model_that_is_loaded_with_the_softmax(images, tmp_path):
+    """In both pipelines; its thresholds were those of the sigmoid."""
+    calibrated(tmp_path / "sigmoid", images, score="sigmoid")
+    model = AvgKForImageClassification.from_pretrained(tmp_path / "sigmoid", score="softmax")
+    assert model.config.thresholds == {} and model.config.calibration is None
+    model.save_pretrained(tmp_path / "softmax")
+    answer = pipeline("image-classification", model=str(tmp_path / "softmax"))(images[0], top_k=6)
+    assert sum(item["score"] for item in answer) == pytest.approx(1)
+    with pytest.raises(ValueError, match=r"config\.score='cosine' is unknown"):
+        AvgKForImageClassification.from_pretrained(tmp_path / "sigmoid", score="cosine")
+
+
 def test_set_pipeline_on_a_dataset(saved, splits):
     folder = saved[0]
     classify = pipeline(TASK, model=str(folder), k=2.5)

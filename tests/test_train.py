@@ -2,13 +2,16 @@
 
 import json
 import pickle
+from pathlib import Path
 
 import pytest
 import torch
+from transformers import pipeline
 
-from avgk_hf import AvgKForImageClassification, load_splits, prepare
+from avgk_hf import AvgKConfig, AvgKForImageClassification, load_splits, prepare
 from avgk_hf.losses import every_hyperparameter
 from avgk_hf.recipes import describe_fields, parse_recipe
+from avgk_hf.scores import HEADS
 from avgk_hf.train import main
 
 
@@ -132,6 +135,34 @@ def test_early_stopping_field(recipe, tmp_path):
     main([str(recipe), "--learning_rate", "0", "--num_train_epochs", "6", "--early_stopping_patience", "1"])
     state = json.loads((tmp_path / "run" / "trainer_state.json").read_text())
     assert state["epoch"] == 2
+
+
+def test_the_best_head_answers_unless_the_recipe_names_one(recipe, image_folder, tmp_path):
+    """In the results, the card and both pipelines."""
+    recipe.write_text(recipe.read_text().replace("head: ml", "# head: auto, the default"))
+    main([str(recipe), "--learning_rate", "0.3"])
+    run = tmp_path / "run"
+    found = json.loads((run / "results.json").read_text())["validation"]
+    heads = {head: found[f"average_k_accuracy_{head}"] for head in HEADS}
+    config = AvgKConfig.from_pretrained(run)
+    assert config.head == "auto" and found["average_k_accuracy"] == max(heads.values()) == heads[config.heads["2"]]
+    card = (run / "README.md").read_text()
+    assert all(f"`{head}` for K in " in card for head in config.heads.values()) and "gets that of K = 2" in card
+    images = [str(path) for path in sorted(image_folder.glob("test/*/0.png"))]
+    sets = pipeline("average-k-image-classification", model=str(run))(images)
+    best = pipeline("image-classification", model=str(run))(images, top_k=1)
+    assert [[item["label"] for item in found[:1]] for found in sets] == [[found[0]["label"]] for found in best]
+
+
+@pytest.mark.parametrize("folder", ["cifar100", "glyphs", "plantnet300k"])
+def test_what_was_published_names_its_head(folder):
+    """The paper's experiments and those whose results are kept: the ML head, whatever the default is."""
+    recipes = [
+        path
+        for path in (Path(__file__).parent.parent / "recipes" / folder).glob("*.yaml")
+        if "\nobjective:" in path.read_text()
+    ]
+    assert len(recipes) >= 5 and {parse_recipe([str(path)])[0].head for path in recipes} == {"ml"}
 
 
 def test_help_names_every_own_field(capsys):

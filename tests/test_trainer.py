@@ -12,9 +12,9 @@ from transformers import DefaultDataCollator, EarlyStoppingCallback, TrainerCall
 
 from avgk_hf import AvgKConfig, AvgKForImageClassification, AvgKTrainer, AvgKTrainingArguments, prepare
 from avgk_hf.calibration import Calibration
-from avgk_hf.scores import HEADS, head_scores
+from avgk_hf.scores import HEADS, head_logits, head_scores
 from avgk_hf.sets import average_k_threshold, predict_sets
-from conftest import save_vit
+from conftest import CLASSES, save_vit
 
 NOISE = ("runtime", "per_second", "preparation_time", "epoch")
 
@@ -25,8 +25,8 @@ def all_scores(model, dataset):
     return model.scores(torch.stack([row["pixel_values"] for row in rows])), torch.tensor([r["labels"] for r in rows])
 
 
-def test_evaluate_calibrates_every_k_in_one_pass(make_trainer):
-    trainer = make_trainer()
+def test_evaluate_calibrates_every_k_in_one_pass(make_trainer, make_model):
+    trainer = make_trainer(model=make_model(head="ml"))
     metrics = trainer.evaluate()
     scores, labels = all_scores(trainer.model, trainer.eval_dataset)
     for k, suffix in ((2, ""), (1, "@1"), (1.5, "@1.5"), (3, "@3")):
@@ -432,14 +432,14 @@ def head_accuracies(model, dataset, k):
         output = model.eval()(torch.stack([row["pixel_values"] for row in rows]))
     result = {}
     for head in HEADS:
-        scores = head_scores(output.logits, output.sccp_logits, head)
+        scores = head_scores(*head_logits(output), head)
         lambda_val = average_k_threshold(scores, k)
         result[head] = (predict_sets(scores, lambda_val).gather(1, labels[:, None]).float().mean().item(), lambda_val)
     return result
 
 
-def test_every_head_is_scored_in_the_same_pass(make_trainer, splits):
-    trainer = make_trainer()
+def test_every_head_is_scored_in_the_same_pass(make_trainer, make_model, splits):
+    trainer = make_trainer(model=make_model(head="ml"))
     metrics = trainer.evaluate()
     config = trainer.model.config
     for k, suffix in ((2, ""), (3, "@3")):
@@ -516,7 +516,7 @@ def test_auto_keeps_the_best_head_of_each_k(make_trainer, make_model, splits, tm
     with torch.no_grad():
         logits = loaded.eval()(pixels)
     for k in (1, 3):
-        scores = head_scores(logits.logits, logits.sccp_logits, chosen[str(k)])
+        scores = head_scores(*head_logits(logits), chosen[str(k)])
         mask = predict_sets(scores, config.thresholds[str(k)])
         assert [sorted(s) for s in loaded.predict_sets(pixels, k=k)] == [m.nonzero()[:, 0].tolist() for m in mask]
 
@@ -642,6 +642,30 @@ def test_lora_on_the_backbone(make_trainer, make_model, tmp_path):
     loaded = AvgKForImageClassification.from_pretrained(tmp_path / "merged")
     pixels = torch.stack([row["pixel_values"] for row in trainer.eval_dataset])
     assert loaded.predict_sets(pixels) == trainer.predict(trainer.eval_dataset).predictions
+
+
+def test_thresholds_come_back_with_an_adapter(make_trainer, make_model):
+    """Through peft's own door; those of the base are not for the weights that the adapter makes."""
+    peft = pytest.importorskip("peft")
+    lora = peft.LoraConfig(target_modules=["qkv", "proj"], modules_to_save=["ml_head", "sccp_head"], r=4)
+    names = dict(enumerate(CLASSES))
+    fields = {"id2label": names, "num_labels": None}
+    trainer = make_trainer(model=peft.get_peft_model(make_model("test_vit", **fields), lora), learning_rate=0.5)
+    trainer.train()
+    trainer.save_model()
+    folder, config = trainer.args.output_dir, trainer.model.config
+    base = make_model("test_vit", **fields, head="mean")
+    Calibration.store(base.config, {2: 0.5})
+    loaded = peft.PeftModel.from_pretrained(base, folder)
+    for name in ("thresholds", "heads", "head", "calibration", "train_counts"):
+        assert getattr(loaded.config, name) == getattr(config, name), name
+    pixels = torch.stack([row["pixel_values"] for row in trainer.eval_dataset])
+    assert loaded.predict_sets(pixels) == trainer.predict(trainer.eval_dataset).predictions
+    other = make_model("test_vit", id2label=names | {0: "yew"}, num_labels=None)  # thresholds belong to the classes
+    assert peft.PeftModel.from_pretrained(other, folder).config.thresholds == {}
+    peft.get_peft_model(make_model("test_vit", **fields), lora).save_pretrained(Path(folder) / "bare")
+    Calibration.store((bare := make_model("test_vit", **fields)).config, {2: 0.5})
+    assert peft.PeftModel.from_pretrained(bare, Path(folder) / "bare").config.thresholds == {}  # it was not calibrated
 
 
 @pytest.mark.parametrize("value", [float("nan"), float("inf"), float("-inf")])
