@@ -134,13 +134,15 @@ class AvgKTrainer(CheckpointTrainer):
 
     def _check_optimizers(self) -> None:
         """Refuse what would not reach an optimizer or a schedule that was given ready."""
-        objective, args = self.model.config.objective, self.args
-        own = f"the parameters of objective {objective!r}" if any(True for _ in self.criterion.parameters()) else None
-        missed = own or ("decay_all" if args.decay_all else None) if self.optimizer is not None else None
+        args, missed = self.args, []
+        if self.optimizer is not None and list(self.criterion.parameters()):
+            missed.append(f"the parameters of objective {self.model.config.objective!r}")
+        if self.optimizer is not None and args.decay_all:
+            missed.append("decay_all")
         if self.lr_scheduler is not None and args.lr_milestones:
-            missed = f"lr_milestones={args.lr_milestones}"
+            missed.append(f"lr_milestones={args.lr_milestones}")
         if missed:
-            raise ValueError(f"optimizers were made without {missed}: leave `optimizers` out, or that.")
+            raise ValueError(f"optimizers were made without {missed[0]}: leave `optimizers` out, or that.")
 
     def compute_loss(
         self,
@@ -206,11 +208,8 @@ class AvgKTrainer(CheckpointTrainer):
     def _every_image_once(self) -> Iterator[None]:
         """What is loaded meanwhile has no batch that is filled up, dropped or out of order, as in training."""
         config, args = self.accelerator.dataloader_config, self.args
-        changed = [
-            (config, "even_batches", False),
-            (config, "split_batches", False),
-            (config, "dispatch_batches", None),
-        ]
+        changed = [(config, "even_batches", False), (config, "split_batches", False)]
+        changed += [(config, "dispatch_batches", None)]
         changed += [(args, "dataloader_drop_last", False), (args, "dataloader_in_order", True)]
         kept = [(place, name, getattr(place, name)) for place, name, _ in changed]
         try:
@@ -243,7 +242,7 @@ class AvgKTrainer(CheckpointTrainer):
 
     def evaluate(
         self,
-        eval_dataset: Dataset | Mapping[str, Dataset] | None = None,
+        eval_dataset: Dataset | dict[str, Dataset] | None = None,
         ignore_keys: list[str] | None = None,
         metric_key_prefix: str = "eval",
         calibrate: bool | None = None,
@@ -258,7 +257,7 @@ class AvgKTrainer(CheckpointTrainer):
             calibrate: Whether to compute new thresholds from this dataset and store them. Default: only for the
                 trainer's own `eval_dataset`.
         """
-        several = isinstance(eval_dataset, Mapping)
+        several = isinstance(eval_dataset, dict)
         if several and calibrate:
             raise ValueError(f"calibrate=True: thresholds come from one dataset, not from {list(eval_dataset)}.")
         self._calibrating = eval_dataset is None if calibrate is None else calibrate
