@@ -78,7 +78,7 @@ class AvgKConfig(PreTrainedConfig):
 
     model_type = "avgk"
     # what a Trainer's `compute_metrics` is not given, so that it gets one matrix
-    keys_to_ignore_at_inference: ClassVar = ["sccp_logits", "hidden_states"]
+    keys_to_ignore_at_inference: ClassVar = ["ml_logits", "sccp_logits", "hidden_states"]
 
     architecture: str = "resnet18"
     model_args: dict[str, Any] = field(default_factory=dict)
