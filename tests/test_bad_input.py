@@ -1098,6 +1098,7 @@ def test_skipped_images_are_counted_once_and_the_rest_numbered(spoilt, monkeypat
         skip_bad_images(table([0, 1], [b"", None], index=[0, 1]), "test")
 
 
+@pytest.mark.numbers
 def test_training_and_commands_skip_bad_images(spoilt, tmp_path, capsys, monkeypatch):
     """The numbers are those of the same data with the broken images deleted."""
     recipe = tmp_path / "recipe.yaml"
