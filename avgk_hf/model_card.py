@@ -144,20 +144,11 @@ def render_card(
     metrics, name, total = results.get(split, {}), repo.split("/")[-1], sum(set_sizes or [])
     calibrated = _calibrated(config, metrics)
     by_k = _by_k(metrics, calibrated["ks"], calibrated["k"])
+    relation = None if calibrated_only else "adapter" if adapter else "finetune"
     evaluated = _eval_results(by_k, metrics, split, dataset) if is_hub_id(dataset) else []  # the Hub takes no others
-    card_data = ModelCardData(
-        library_name="peft" if adapter else "transformers",
-        pipeline_tag="image-classification",
-        tags=["avgk_hf", *["timm"] * hasattr(config, "architecture"), "average-k", "set-valued-classification"],
-        metrics=["accuracy"] if metrics else None,
-        model_name=name if evaluated else None,
-        eval_results=evaluated or None,
-        datasets=[dataset] if is_hub_id(dataset) and not calibrated_only else None,
-        **_origin(repo, config, None if calibrated_only else "adapter" if adapter else "finetune"),
-    )
     ours, classes = isinstance(config, AvgKConfig), _classes(config)
     return ModelCard.from_template(
-        card_data,
+        _card_data(repo, config, relation, dataset, evaluated, metrics=["accuracy"] if metrics else None),
         template_path=str(TEMPLATE),
         text=as_markdown,
         model_name=name,
@@ -166,7 +157,7 @@ def render_card(
         adapter=adapter,
         label=_quoted(classes[0][0]),
         classes=classes[:MOST_CLASSES],
-        counted=bool(getattr(config, "train_counts", None)),
+        counted=classes[0][1] is not None,
         num_labels=config.num_labels,
         results_split=split,
         columns=COLUMNS,
@@ -180,6 +171,23 @@ def render_card(
     )
 
 
+def _card_data(
+    repo: str, config: Any, relation: str | None, dataset: str | None, evaluated: list[EvalResult], **further: Any
+) -> ModelCardData:
+    """What the Hub finds a model by, as far as it is known; `relation` is that to the base model, None for none."""
+    named = {"model_name": repo.split("/")[-1], "eval_results": evaluated} if evaluated else {}
+    if relation and is_hub_id(dataset):
+        named["datasets"] = [dataset]
+    return ModelCardData(
+        library_name="peft" if relation == "adapter" else "transformers",
+        pipeline_tag="image-classification",
+        tags=["avgk_hf", *["timm"] * hasattr(config, "architecture"), "average-k", "set-valued-classification"],
+        **named,
+        **further,
+        **_origin(repo, config, relation),
+    )
+
+
 def _origin(repo: str, config: Any, relation: str | None) -> dict[str, str]:
     """Where the weights come from and their license, as far as the config knows, in the names of the Hub."""
     loaded = config.name_or_path
@@ -190,9 +198,7 @@ def _origin(repo: str, config: Any, relation: str | None) -> dict[str, str]:
     license = (getattr(config, "pretrained_cfg", None) or {}).get("license", "unknown")
     if license in LICENSES:
         found["license"] = license
-    elif (
-        isinstance(license, str) and re.fullmatch("[a-z0-9.-]{2,60}", license) and license not in ("unknown", "other")
-    ):
+    elif license not in (None, "unknown") and re.fullmatch("[a-z][a-z0-9.-]{1,60}", str(license)):
         found |= {"license": "other", "license_name": license}
     return found
 
@@ -200,7 +206,8 @@ def _origin(repo: str, config: Any, relation: str | None) -> dict[str, str]:
 def _classes(config: Any) -> list[tuple[str, int | None]]:
     """The name of each class, and its training images where they are known."""
     names = [str(name) for _, name in sorted(config.id2label.items())]
-    return list(zip(names, getattr(config, "train_counts", None) or [None] * len(names), strict=True))
+    counts = getattr(config, "train_counts", None) or []
+    return list(zip(names, counts if len(counts) == len(names) else [None] * len(names), strict=True))
 
 
 def _quoted(text: str) -> str:

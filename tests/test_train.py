@@ -29,7 +29,7 @@ def test_the_whole_way(recipe, image_folder, forks, tmp_path):
     )
     assert sum(results["set_sizes"]["all"]) == len(test)
     assert results["validation"]["lambda_val"] == model.config.thresholds["2"]
-    assert "average-2 accuracy" in (run / "README.md").read_text()
+    assert "| K | average-K accuracy |" in (run / "README.md").read_text()
     assert (run / "set_sizes.png").read_bytes()[:4] == b"\x89PNG"
 
     folder, names = image_folder / "test", model.config.id2label
