@@ -79,7 +79,7 @@ class Calibration:
         self.ks = sorted(own)
         self.k: float = config.k if hasattr(config, "k") else min(self.ks, default=1)
         self._chosen = self._checked_heads(getattr(config, "heads", None) or {})
-        named = self.source.get("head") or self._chosen.get(self.k)
+        named = self.source.get("head") if self.source.get("head") in HEADS else self._chosen.get(self.k)
         self.source_head: str = named or ("ml" if self._head == "auto" else self._head)
         stored = record.get("head_thresholds") or {}
         if not isinstance(stored, Mapping):

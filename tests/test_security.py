@@ -1974,7 +1974,7 @@ def test_a_metric_that_is_no_number_is_refused(tmp_path, capsys):
 def test_the_card_escapes_every_value(value, make_model):
     def render(value):
         config = make_model(num_labels=3, k=1, id2label={0: value, 1: "elm", 2: "fir"}).config
-        config.head = "auto"
+        config.head, config.heads = "auto", {"1": "ml"}
         record = {"num_examples": [value], "dataset": value, "split": value, "date": {"a": value}}
         config.calibration = {**record, "step": value, "head": value}
         config.thresholds = {"1": 0.5}

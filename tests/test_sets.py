@@ -694,8 +694,10 @@ def test_whose_thresholds_they_are():
     assert (fixed.source_head, fixed.head(), fixed.threshold()) == ("sccp", "sccp", 0.2)
     with pytest.raises(ValueError, match="head='auto', and no head was chosen"):
         threshold(Config(num_labels=9, k=2, head="auto", thresholds={"2": 0.2}, heads={}))
+    nothing = Calibration.of(Config(num_labels=9, k=2, head="auto", thresholds={}, heads={"2": "sccp"}))
+    assert nothing.head() == "ml"  # before anything was chosen
     with pytest.raises(ValueError, match="has no thresholds"):
-        Calibration.of(Config(num_labels=9, k=2, head="auto", thresholds={}, heads={"2": "ml"})).head()
+        nothing.threshold()
 
 
 def test_sets_are_those_of_the_lac_conformal_predictor():
