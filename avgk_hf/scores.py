@@ -89,7 +89,7 @@ def head_logits(output: Any) -> tuple[Tensor, Tensor | None]:
     """
     found = output if isinstance(output, Mapping) else vars(output)
     own = found.get("ml_logits")
-    return found["logits"] if own is None else own, found.get("sccp_logits")
+    return found.get("logits") if own is None else own, found.get("sccp_logits")
 
 
 def answering_logits(logits: Tensor, sccp_logits: Tensor, head: str, kind: str) -> Tensor:
