@@ -224,7 +224,7 @@ class AvgKForImageClassification(PreTrainedModel):
             self.push_to_hub(**upload)
 
     def load_adapter(self, *args: Any, **kwargs: Any) -> Any:
-        """As in the base class; the thresholds of the weights before are dropped, and none comes but by way of peft."""
+        """As in the base class; thresholds of the weights before are dropped, and none comes but by way of peft."""
         Calibration.drop(self.config)
         return super().load_adapter(*args, **kwargs)
 
