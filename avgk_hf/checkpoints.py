@@ -160,8 +160,10 @@ class CheckpointTrainer(Trainer):
                 (folder / TRAINING_ARGS_NAME).unlink(missing_ok=True)
                 if not (folder / "config.json").exists():  # peft saves its adapter only
                     self.model.config.save_pretrained(folder)
-                    weights = load_file(folder / ADAPTER) | with_calibration(self.model.config)
-                    save_file(weights, folder / ADAPTER, {"format": "pt"})
+                    for name in ("", *self.model.peft_config):  # one of another name than the default has a folder
+                        if (path := folder / name / ADAPTER).is_file():
+                            tensors = load_file(path) | with_calibration(self.model.config)
+                            save_file(tensors, path, {"format": "pt"})
         if self.args.push_to_hub and not _internal_call:
             self.push_to_hub(commit_message="Model save")
 

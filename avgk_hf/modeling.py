@@ -26,7 +26,7 @@ from .pipeline import AverageKImageClassificationPipeline  # noqa: F401  (so tha
 from .questions import Question
 from .scores import answering_logits, head_logits
 from .sets import check_k
-from .weights import check_folder, load_backbone, refuse_adapter, take_calibration
+from .weights import check_folder, load_backbone, refuse_adapter, shared_names, take_calibration
 
 ALIGNMENT = 64  # bytes, as torch allocates
 MOST_HEAD_WEIGHTS = 500_000_000  # of both heads, 2 GB
@@ -98,7 +98,7 @@ class AvgKForImageClassification(PreTrainedModel):
             )
         self.ml_head = nn.Linear(width, config.num_labels)
         self.sccp_head = nn.Linear(width, config.num_labels) if config.sccp_head else None
-        self._tied_weights_keys = _shared_names(self) or None  # peft takes a dict, even empty, for word embeddings
+        self._tied_weights_keys = shared_names(self) or None  # peft takes a dict, even empty, for word embeddings
         self.register_load_state_dict_pre_hook(take_calibration)
         self.post_init()
 
@@ -214,6 +214,11 @@ class AvgKForImageClassification(PreTrainedModel):
         if push:  # of the model, and not of what else the folder holds; one that fails leaves what was saved
             upload = {"repo_id": Path(save_directory).name, "token": kwargs.get("token"), **upload}
             self.push_to_hub(**upload)
+
+    def load_adapter(self, *args: Any, **kwargs: Any) -> Any:
+        """As in the base class; thresholds of the weights before are dropped, and none comes but by way of peft."""
+        Calibration.drop(self.config)
+        return super().load_adapter(*args, **kwargs)
 
     def freeze_backbone(self) -> "AvgKForImageClassification":
         """Train the heads only: the backbone keeps its weights and its BatchNorm statistics. Returns the model."""
@@ -380,13 +385,3 @@ def code_files(first: str = "modeling.py") -> dict[str, Path]:
 def processor_config(config: AvgKConfig) -> dict[str, Any]:
     """What preprocessor_config.json holds, from which the image processor is made."""
     return {name: getattr(config, name) for name in ("image_processor_type", "architecture", "pretrained_cfg")}
-
-
-def _shared_names(model: nn.Module) -> dict[str, str]:
-    """Further names of parameters and buffers that occur more than once, as in coat; a file holds each one once."""
-    first: dict[int, str] = {}
-    return {
-        name: first[id(tensor)]
-        for name, tensor in model.state_dict(keep_vars=True).items()
-        if first.setdefault(id(tensor), name) != name
-    }

@@ -27,7 +27,7 @@ from .backbones import (
     near_models,
 )
 from .calibration import FIELDS, Calibration
-from .checks import is_hub_id, read_json, reason_of, same_labels
+from .checks import check_nesting, is_hub_id, read_json, reason_of
 
 WAIT = 10  # seconds for the Hub to answer at all
 ADAPTER, CALIBRATION = "adapter_model.safetensors", "calibration"  # of peft, and a tensor in it
@@ -184,10 +184,17 @@ def take_calibration(model: nn.Module, state_dict: dict[str, Tensor], prefix: st
     found = state_dict.pop(prefix + CALIBRATION, None)
     if found is None and not hasattr(model, "peft_config"):
         return
-    config, record = model.config, {} if found is None else json.loads(bytes(found.tolist()))
+    config = model.config
     Calibration.drop(config)
-    if same_labels(record.get("id2label", {}), config.id2label):
-        checked = type(config).from_dict({**config.to_dict(), **record})  # refuses what was edited or damaged
+    if found is None:
+        return
+    try:
+        record = json.loads(bytes(found.tolist()))
+        check_nesting(record, CALIBRATION)
+        checked = type(config).from_dict({**config.to_dict(), **record})
+    except (ValueError, TypeError, AttributeError, RecursionError) as error:
+        raise ValueError(f"the calibration in the adapter is damaged ({reason_of(error)}): train it again.") from None
+    if checked.id2label == config.id2label:
         for name in ADAPTED:
             setattr(config, name, getattr(checked, name))
 
@@ -253,3 +260,13 @@ def check_safetensors(path: Path) -> None:
             file.keys()
     except (SafetensorError, OSError) as error:
         raise OSError(f"{path} is missing, cut off or damaged ({error}); restore it from a copy.") from error
+
+
+def shared_names(model: nn.Module) -> dict[str, str]:
+    """Further names of parameters and buffers that occur more than once, as in coat; a file holds each one once."""
+    first: dict[int, str] = {}
+    return {
+        name: first[id(tensor)]
+        for name, tensor in model.state_dict(keep_vars=True).items()
+        if first.setdefault(id(tensor), name) != name
+    }

@@ -8,7 +8,7 @@ import torch
 from transformers import PreTrainedConfig
 
 from avgk_hf.calibration import Calibration, Question
-from avgk_hf.scores import head_scores
+from avgk_hf.scores import head_logits, head_scores
 from avgk_hf.statistics import SetStatistics
 
 from .measure import Table, progress, times
@@ -44,7 +44,7 @@ def run() -> Iterator[Table]:
         """As the pipeline and `predict_sets` do for every image."""
         calibration = Calibration.of(config)
         answer = calibration.answer(question)
-        return answer.classes(head_scores(output.logits, output.sccp_logits, answer.head, calibration.score))
+        return answer.classes(head_scores(*head_logits(output), answer.head, calibration.score))
 
     table = Table(
         "Time of a set",

@@ -702,9 +702,10 @@ def test_bad_config_values(case, tmp_path):
 
 
 def test_config_values_that_are_fine():
-    assert threshold(AvgKConfig(num_labels=6, head="ml", score="logit", thresholds={"2": -3.5}), 2) == -3.5
+    assert threshold(AvgKConfig(num_labels=6, score="logit", head="ml", thresholds={"2": -3.5}), 2) == -3.5
     for lambda_val in (0, 0.0, 1, 1.0, 1e-45):
-        assert threshold(AvgKConfig(num_labels=6, head="ml", thresholds={"2": lambda_val, "1.5": 0.5}), 2) == lambda_val
+        config = AvgKConfig(num_labels=6, head="ml", thresholds={"2": lambda_val, "1.5": 0.5})
+        assert threshold(config, 2) == lambda_val
     assert AvgKConfig(num_labels=6, something_else=3).something_else == 3  # as transformers does
     config = AvgKConfig(num_labels=6, train_counts=[0, 1, 2, 3, 4, 5])
     assert AvgKConfig.from_dict(config.to_dict()).train_counts == [0, 1, 2, 3, 4, 5]

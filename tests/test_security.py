@@ -1977,7 +1977,7 @@ def test_the_card_escapes_every_value(value, make_model):
         config.head, config.heads = "auto", {"1": "ml"}
         record = {"num_examples": [value], "dataset": value, "split": value, "date": {"a": value}}
         config.calibration = {**record, "step": value, "head": value}
-        config.thresholds = {"1": 0.5}
+        config.thresholds, config.heads = {"1": 0.5}, {"1": "ml"}
         metrics = {"average_k_accuracy": 0.5, "mean_set_size": 2.0, "lambda_val": 0.1, "top1_accuracy": 0.4}
         results, name = {"test": metrics}, value.replace("/", "-")
         on_hub = render_card(name, config, results, {}, "someone/data").content

@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 from accelerate.data_loader import DataLoaderShard
+from safetensors.torch import load_file, save_file
 from transformers import DefaultDataCollator, EarlyStoppingCallback, TrainerCallback, ViTForImageClassification
 
 from avgk_hf import AvgKConfig, AvgKForImageClassification, AvgKTrainer, AvgKTrainingArguments, prepare
@@ -664,6 +665,16 @@ def test_thresholds_come_back_with_an_adapter(make_trainer, make_model):
     other = make_model("test_vit", id2label=names | {0: "yew"}, num_labels=None)  # thresholds belong to the classes
     assert peft.PeftModel.from_pretrained(other, folder).config.thresholds == {}
     peft.get_peft_model(make_model("test_vit", **fields), lora).save_pretrained(Path(folder) / "bare")
+    base = make_model("test_vit", **fields)
+    Calibration.store(base.config, {2: 0.5})
+    base.load_adapter(folder)  # transformers' own door, which keeps none
+    assert base.config.thresholds == {}
+    path = Path(folder) / "adapter_model.safetensors"
+    tensors = load_file(path)
+    for content in (b"[3]", b'{"k":', b'{"head": "both"}', b'{"thresholds": {"2": 7}}', b'{"id2label": 3}'):
+        save_file({**tensors, "base_model.model.calibration": torch.tensor([*content], dtype=torch.uint8)}, path)
+        with pytest.raises(ValueError, match="the calibration in the adapter is damaged"):
+            peft.PeftModel.from_pretrained(make_model("test_vit", **fields), folder)
     Calibration.store((bare := make_model("test_vit", **fields)).config, {2: 0.5})
     assert peft.PeftModel.from_pretrained(bare, Path(folder) / "bare").config.thresholds == {}  # it was not calibrated
 
