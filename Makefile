@@ -12,9 +12,10 @@ demo: $(VENV)/installed
 test: $(VENV)/installed
 	$(PYTEST) -m "not long"
 
-# every test that trains or compares numbers, computed as other processors compute
+# every test that trains or compares numbers, computed as other processors compute; the longest as one of them does
 test-portable: $(VENV)/installed
-	$(PY) -m benchmarks.processors $(PYTEST) -m numbers
+	$(PY) -m benchmarks.processors $(PYTEST) -m "numbers and not long"
+	ONEDNN_MAX_CPU_ISA=AVX2 OMP_NUM_THREADS=1 $(PYTEST) -m long
 
 # the lowest versions that pyproject.toml declares, in an environment of its own
 test-oldest:
