@@ -373,5 +373,10 @@ def test_predict_in_batches(classifier, image_folder, tmp_path, capsys, monkeypa
             assert one["image"] == other["image"]
             assert [item["label"] for item in one["set"]] == [item["label"] for item in other["set"]]
             assert [item["score"] for item in one["set"]] == pytest.approx([item["score"] for item in other["set"]])
+    monkeypatch.setattr(
+        "avgk_hf.classifiers.forward", lambda *_: SimpleNamespace(logits=torch.full((30, 6), math.nan))
+    )
+    assert main(["predict", str(out), images[0]]) == 2
+    assert "ash/0.png on, counted from 0: the logits of image(s) 0, 1" in capsys.readouterr().err
     assert main(["predict", str(out), images[0], "--batch-size", "0"]) == 2
     assert "--batch-size=0 must be a whole number of at least 1" in capsys.readouterr().err

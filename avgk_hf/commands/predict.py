@@ -35,6 +35,7 @@ def run(args: argparse.Namespace) -> None:
     from ..classifiers import best_device, load_classifier, model_scores, transform_for
     from ..data import image_files
     from ..questions import Question
+    from ..scores import NotFinite
 
     names = ("k", "coverage", "cumulative", "lambda_val", "method", "per_class", "min_size", "max_size")
     question = Question(**{name: getattr(args, name) for name in names})
@@ -49,7 +50,10 @@ def run(args: argparse.Namespace) -> None:
         paths += found
     predictions = []
     for names, pixels in _batches(paths, transform_for(model), args.batch_size, args.on_bad_image):
-        scores = model_scores(model, pixels, args.k).cpu()  # (b, L)
+        try:
+            scores = model_scores(model, pixels, args.k).cpu()  # (b, L)
+        except NotFinite as error:
+            raise NotFinite(f"images from {names[0]} on, counted from 0: {error}") from None
         for name, row, classes in zip(names, scores, answer.classes(scores), strict=True):
             found = [{"label": model.config.id2label[j], "score": row[j].item()} for j in classes]
             predictions.append({"image": name, "set": found})
