@@ -35,7 +35,7 @@ from typing import Any, ClassVar
 import numpy as np
 from transformers.utils import cached_file
 
-from .checks import check_ids, is_number, read_json, same_labels
+from .checks import check_counts, check_ids, is_number, read_json, same_labels
 from .conformal import METHODS, check_coverage, enough_images, level_key
 from .files import write_text
 from .questions import Answer, Question, at_least
@@ -382,7 +382,7 @@ def load_details(config: Any, name: str | Path, /, **hub: Any) -> None:
     if unknown:
         raise ValueError(f"{path} has the unknown field {sorted(unknown)[0]!r}: calibrate again.")
     if "train_counts" in found:
-        config.train_counts = found["train_counts"]
+        config.train_counts = check_counts(f"{path}: train_counts", found["train_counts"], config.num_labels)
     if getattr(config, "calibration", None) is not None:
         config.calibration = {**config.calibration, **{name: found[name] for name in DETAILS if name in found}}
     try:

@@ -89,6 +89,24 @@ def check_ids(name: str, ids: Any, number: int) -> list[int] | None:
     return ids
 
 
+def check_counts(name: str, counts: Any, number: int) -> list[int] | None:
+    """Return a whole number >= 0 for each of `number` classes, or None, and refuse anything else.
+
+    Example:
+        >>> check_counts("config.train_counts", [3, 1], 3)
+        Traceback (most recent call last):
+        ...
+        ValueError: config.train_counts has 2 values for 3 classes.
+    """
+    if counts is None:
+        return None
+    if not isinstance(counts, list) or not all(type(count) is int and count >= 0 for count in counts):
+        raise ValueError(f"{name}={str(counts)[:80]} must hold whole numbers >= 0.")
+    if len(counts) != number:
+        raise ValueError(f"{name} has {len(counts)} values for {number} classes.")
+    return counts
+
+
 def is_hub_id(name: Any) -> bool:
     """Whether a name can be that of a model or dataset on the Hub: `user/name`.
 

@@ -18,7 +18,7 @@ from transformers.utils import logging
 
 from .backbones import MOST_LABELS, check_architecture, check_model_args, known_cfg
 from .calibration import FIELDS, Calibration, load_details, save_details
-from .checks import check_choice, is_hub_id, is_number, plain, read_json, same_labels
+from .checks import check_choice, check_counts, is_hub_id, is_number, plain, read_json, same_labels
 from .files import new_file
 from .scores import HEADS, SCORES
 from .sets import check_k
@@ -119,10 +119,7 @@ class AvgKConfig(PreTrainedConfig):
         self.pretrained_cfg = known_cfg(self.pretrained_cfg)
         if self.score == "sigmoid":
             self.problem_type = "multi_label_classification"  # the stock pipeline then applies the sigmoid too
-        if self.train_counts is not None and len(self.train_counts) != self.num_labels:
-            raise ValueError(f"config.train_counts has {len(self.train_counts)} values for {self.num_labels} classes.")
-        if any(isinstance(count, bool) or count < 0 for count in self.train_counts or ()):
-            raise ValueError(f"config.train_counts={self.train_counts!r} must hold whole numbers >= 0.")
+        check_counts("config.train_counts", self.train_counts, self.num_labels)
         if self.base_model is not None and not is_hub_id(self.base_model):
             raise ValueError(f"config.base_model={self.base_model!r} must be a Hub id, `user/name`, or be left out.")
         calibration = Calibration.of(self)  # refuses what was edited or damaged

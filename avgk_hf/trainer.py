@@ -356,7 +356,12 @@ class AvgKTrainer(CheckpointTrainer):
         return self.evaluation.statistics[Calibration.of(self.model.config).head(k)]
 
     def create_model_card(self, model_name: str | None = None, **kwargs: Any) -> None:
-        """Write our card to README.md: what the model returns, how to call it, and how well it did."""
+        """Write our card to README.md: what the model returns, how to call it, and how well it did.
+
+        What the stock card is told besides its name (license, tags, ...), ours knows from config and results.
+        """
+        for name in kwargs:
+            raise ValueError(f"{name}={kwargs[name]!r}: the card is made from config and results; leave it out.")
         if not self.is_world_process_zero():
             return
         config = self.model.config

@@ -32,6 +32,8 @@ from .checks import check_nesting, is_hub_id, read_json, reason_of
 WAIT = 10  # seconds for the Hub to answer at all
 ADAPTER, CALIBRATION = "adapter_model.safetensors", "calibration"  # of peft, and a tensor in it
 ADAPTED = ("k", "score", "head", "train_counts", *FIELDS)  # what an adapter brings with it
+CARRIED = ("id2label", *ADAPTED)  # and the classes it is of
+MOST_BYTES = 2**27  # of that; thresholds of a million classes at three levels take a hundred million
 CONVERT = "save_file(torch.load(FILE, weights_only=True), 'model.safetensors', metadata={'format': 'pt'})"
 
 
@@ -172,7 +174,7 @@ def with_calibration(config: Any) -> dict[str, Tensor]:
 
     `take_calibration` reads it, before the weights are loaded.
     """
-    record = {name: getattr(config, name) for name in ("id2label", *ADAPTED)}
+    record = {name: getattr(config, name) for name in CARRIED}
     return {f"base_model.model.{CALIBRATION}": torch.tensor([*json.dumps(record).encode()], dtype=torch.uint8)}
 
 
@@ -189,8 +191,11 @@ def take_calibration(model: nn.Module, state_dict: dict[str, Tensor], prefix: st
     if found is None:
         return
     try:
-        record = json.loads(bytes(found.tolist()))
+        if found.dtype != torch.uint8 or found.numel() > MOST_BYTES:
+            raise ValueError(f"{found.numel()} numbers of type {found.dtype}")
+        record = json.loads(found.cpu().numpy().tobytes())
         check_nesting(record, CALIBRATION)
+        record = {name: value for name, value in record.items() if name in CARRIED}
         checked = type(config).from_dict({**config.to_dict(), **record})
     except (ValueError, TypeError, AttributeError, RecursionError) as error:
         raise ValueError(f"the calibration in the adapter is damaged ({reason_of(error)}): train it again.") from None

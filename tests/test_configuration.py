@@ -305,3 +305,16 @@ def test_a_config_can_be_read(classes, make_model, tmp_path):
     assert threshold(bare, 2) == 0.25 and bare.train_counts is None
     with pytest.raises(ValueError, match="not calibrated for any coverage"):
         Calibration.of(bare).answer(Question(coverage=0.9))
+
+
+@pytest.mark.parametrize(
+    "counts", ["x", 3, [1, 2], [-1] * 6, [1.5] * 6, [True] * 6, [[1]] * 6, ["<img>"] * 6, {"a": 1}]
+)
+def test_training_counts_beside_a_config_are_checked(counts, tmp_path):
+    """They come with a stranger's model, and stand in its card."""
+    calibrated().save_pretrained(tmp_path)
+    details = json.loads((tmp_path / "calibration.json").read_text())
+    (tmp_path / "calibration.json").write_text(json.dumps({**details, "train_counts": counts}))
+    with pytest.raises(ValueError, match=r"calibration\.json: train_counts") as refused:
+        AvgKConfig.from_pretrained(tmp_path)
+    assert "\n" not in str(refused.value)

@@ -11,7 +11,7 @@ from accelerate.data_loader import DataLoaderShard
 from safetensors.torch import load_file, save_file
 from transformers import DefaultDataCollator, EarlyStoppingCallback, TrainerCallback, ViTForImageClassification
 
-from avgk_hf import AvgKConfig, AvgKForImageClassification, AvgKTrainer, AvgKTrainingArguments, prepare
+from avgk_hf import AvgKConfig, AvgKForImageClassification, AvgKTrainer, AvgKTrainingArguments, prepare, weights
 from avgk_hf.calibration import Calibration
 from avgk_hf.scores import HEADS, head_logits, head_scores
 from avgk_hf.sets import average_k_threshold, predict_sets
@@ -645,7 +645,7 @@ def test_lora_on_the_backbone(make_trainer, make_model, tmp_path):
     assert loaded.predict_sets(pixels) == trainer.predict(trainer.eval_dataset).predictions
 
 
-def test_thresholds_come_back_with_an_adapter(make_trainer, make_model):
+def test_thresholds_come_back_with_an_adapter(make_trainer, make_model, monkeypatch):
     """Through peft's own door; those of the base are not for the weights that the adapter makes."""
     peft = pytest.importorskip("peft")
     lora = peft.LoraConfig(target_modules=["qkv", "proj"], modules_to_save=["ml_head", "sccp_head"], r=4)
@@ -675,6 +675,11 @@ def test_thresholds_come_back_with_an_adapter(make_trainer, make_model):
         save_file({**tensors, "base_model.model.calibration": torch.tensor([*content], dtype=torch.uint8)}, path)
         with pytest.raises(ValueError, match="the calibration in the adapter is damaged"):
             peft.PeftModel.from_pretrained(make_model("test_vit", **fields), folder)
+    monkeypatch.setattr(weights, "MOST_BYTES", 10)
+    for tensor in (torch.zeros(4), torch.tensor([*b'{"k": 2, "x": 1}'], dtype=torch.uint8)):  # no text, and too much
+        save_file({**tensors, "base_model.model.calibration": tensor}, path)
+        with pytest.raises(ValueError, match=r"the calibration in the adapter is damaged \(\d+ numbers of type"):
+            peft.PeftModel.from_pretrained(make_model("test_vit", **fields), folder)
     Calibration.store((bare := make_model("test_vit", **fields)).config, {2: 0.5})
     assert peft.PeftModel.from_pretrained(bare, Path(folder) / "bare").config.thresholds == {}  # it was not calibrated
 
@@ -703,3 +708,9 @@ def test_logits_that_are_not_finite_stop_calibration_and_evaluation(make_trainer
     with pytest.raises(ValueError, match=message):
         trainer.evaluate(prepare(splits["test"], trainer.model.config))
     assert trainer.model.config.thresholds == stored
+
+
+def test_what_a_card_is_not_made_from_is_refused(make_trainer):
+    for call in ("create_model_card", "push_to_hub"):
+        with pytest.raises(ValueError, match="license='mit': the card is made from config and results; leave it out"):
+            getattr(make_trainer(), call)(license="mit")
