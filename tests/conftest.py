@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 import torch
 from filelock import FileLock
-from forked import Forks
+from forked import TENSORS, Forks
 from PIL import Image
 from transformers import ViTConfig, ViTForImageClassification, ViTImageProcessor
 
@@ -127,6 +127,14 @@ def forks(tmp_path_factory):
     """Runs programs in new processes that have imported what others publish, and not this package."""
     home = {"HF_HOME": str(tmp_path_factory.mktemp("home")), "HF_HUB_OFFLINE": "1"}
     with Forks({**os.environ, "PYTHONPATH": str(Path(__file__).parent.parent), **home}) as forks:
+        yield forks
+
+
+@pytest.fixture(scope="session")
+def fresh():
+    """Runs programs in new processes, in any environment: they import what reads it themselves."""
+    own = {"PYTHONPATH": str(Path(__file__).parent.parent), "OMP_NUM_THREADS": str(torch.get_num_threads())}
+    with Forks({**os.environ, **own}, TENSORS) as forks:
         yield forks
 
 

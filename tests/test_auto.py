@@ -8,7 +8,7 @@ import pytest
 
 from avgk_hf.calibration import Calibration
 
-LIGHT = "import sys, avgk_hf\nassert not {'torch', 'transformers', 'timm', 'datasets', 'numpy'} & set(sys.modules)\n"
+LIGHT = "import sys, avgk_hf\nassert not HEAVY & set(sys.modules)\n"
 TIMM = "assert timm.create_model('densenet40_40_cifar', num_classes=3).num_classes == 3\n"
 PIPELINE = "assert type(pipeline('average-k-image-classification', FOLDER).model).__module__ == 'avgk_hf.modeling'\n"
 MODEL = "assert type(AutoModelForImageClassification.from_pretrained(FOLDER)).__module__ == 'avgk_hf.modeling'\n"
@@ -57,13 +57,19 @@ ORDERS = {
 
 
 @pytest.mark.parametrize("program", ORDERS.values(), ids=ORDERS)
-def test_every_order_of_imports(program, make_model, tmp_path):
+def test_every_order_of_imports(program, make_model, fresh, tmp_path):
     if "FOLDER" in program:
         model = make_model()
         Calibration.store(model.config, {2: 0.0}, {})
         model.save_pretrained(tmp_path)
-    code = f"FOLDER = {str(tmp_path)!r}\n{program}"
-    subprocess.run([sys.executable, "-c", code], check=True)
+    heavy = {"transformers", "timm", "datasets", "safetensors"}
+    done = fresh.run(f"FOLDER, HEAVY = {str(tmp_path)!r}, {heavy}\n{program}", folder=tmp_path)
+    assert done.code == 0, done.err
+
+
+def test_importing_the_package_imports_nothing_heavy():
+    heavy = {"torch", "transformers", "timm", "datasets", "numpy", "huggingface_hub"}
+    subprocess.run([sys.executable, "-c", f"HEAVY = {heavy}\n{LIGHT}"], check=True)
 
 
 def test_public_names_are_no_modules():

@@ -3,8 +3,6 @@
 import json
 import os
 import re
-import subprocess
-import sys
 from pathlib import Path
 
 import evaluate
@@ -206,25 +204,13 @@ print(json.dumps(results))
 """
 
 
-def test_two_processes_at_once(tmp_path):
+def test_two_processes_at_once(fresh, tmp_path):
     """Two evaluations at the same time with one cache, then one evaluation shared by both processes."""
     environment = {**os.environ, "HF_HOME": str(tmp_path / "home"), "HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1"}
     for name in ("HF_MODULES_CACHE", "HF_METRICS_CACHE", "HF_EVALUATE_CACHE"):
         environment.pop(name, None)
-    workers = [
-        subprocess.Popen(
-            [sys.executable, "-c", WORKER, str(FOLDER), str(tmp_path), str(rank)],
-            env=environment,
-            stdout=subprocess.PIPE,
-            text=True,
-        )
-        for rank in range(2)
-    ]
-    try:
-        results = [json.loads(worker.communicate(timeout=200)[0].splitlines()[-1]) for worker in workers]
-    finally:
-        for worker in workers:
-            worker.kill()
+    workers = fresh.run_together(WORKER, [[FOLDER, tmp_path, rank] for rank in range(2)], tmp_path, environment)
+    results = [json.loads(worker.out.splitlines()[-1]) for worker in workers]
 
     def make(seed):
         rng = np.random.default_rng(seed)

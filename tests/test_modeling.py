@@ -4,8 +4,6 @@ import json
 import os
 import re
 import socket
-import subprocess
-import sys
 
 import pytest
 import timm
@@ -73,7 +71,7 @@ def test_weights_of_a_local_timm_folder(tmp_path):
     assert str(tmp_path) not in json.dumps(model.config.to_dict())  # no path of this machine in a saved model
 
 
-def test_weights_of_a_hub_id(tmp_path):
+def test_weights_of_a_hub_id(fresh, tmp_path):
     """From the Hub's cache, in a new process, because the place of the cache is read on import."""
     original = timm.create_model("test_resnet", num_classes=17)
     repo = tmp_path / "home" / "hub" / "models--someone--tiny"
@@ -87,7 +85,8 @@ def test_weights_of_a_hub_id(tmp_path):
         f"model.save_pretrained({str(tmp_path / 'saved')!r})"
     )
     environment = {**os.environ, "HF_HOME": str(tmp_path / "home"), "HF_HUB_OFFLINE": "1"}
-    subprocess.run([sys.executable, "-c", code], env=environment, check=True)
+    done = fresh.run(code, folder=tmp_path, env=environment)
+    assert done.code == 0, done.err
     loaded = AvgKForImageClassification.from_pretrained(tmp_path / "saved")
     assert loaded.config.architecture == "test_resnet"
     assert torch.equal(loaded.backbone.conv1[0].weight, original.conv1[0].weight)
@@ -108,7 +107,7 @@ def test_weights_of_a_safetensors_file(tmp_path):
 
 
 @pytest.mark.parametrize("name", ["resnet18", "hf_hub:someone/tiny"])
-def test_weights_out_of_reach_end_in_a_sentence_at_once(name, tmp_path):
+def test_weights_out_of_reach_end_in_a_sentence_at_once(name, fresh, tmp_path):
     """Not after a minute of retries: in a new process, because the Hub's address is read on import."""
     free = socket.socket()
     free.bind(("127.0.0.1", 0))  # bound, but nobody listens
@@ -116,10 +115,10 @@ def test_weights_out_of_reach_end_in_a_sentence_at_once(name, tmp_path):
     foreign = re.compile("HF_|HUGGING|TRANSFORMERS_|.*_PROXY$", re.IGNORECASE)
     environment = {name: value for name, value in os.environ.items() if not foreign.match(name)}
     environment |= {"HF_HOME": str(tmp_path), "HF_ENDPOINT": f"http://127.0.0.1:{free.getsockname()[1]}"}
-    found = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True, check=False)
+    found = fresh.run(code, folder=tmp_path, env=environment)
     free.close()
-    assert "is not in the cache, and the Hub cannot be reached" in found.stderr.splitlines()[-1]
-    assert "`checkpoint=`" in found.stderr.splitlines()[-1] and "Retrying" not in found.stderr
+    assert "is not in the cache, and the Hub cannot be reached" in found.err.splitlines()[-1]
+    assert "`checkpoint=`" in found.err.splitlines()[-1] and "Retrying" not in found.err
 
 
 def test_init_keeps_timm_weights_and_fresh_heads_differ(make_model):

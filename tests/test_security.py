@@ -229,7 +229,7 @@ def test_timm_folders_fetch_and_write_nothing(kind, server, tmp_path):
     assert not server.asked and not any(target.iterdir())
 
 
-def test_hub_repos_fetch_nothing_else(server, tmp_path):
+def test_hub_repos_fetch_nothing_else(server, fresh, tmp_path):
     """From the Hub's cache, in a new process, because the place of the cache is read on import."""
     repo = tmp_path / "home" / "hub" / "models--someone--tiny"
     snapshot = repo / "snapshots" / ("0" * 40)
@@ -243,8 +243,8 @@ def test_hub_repos_fetch_nothing_else(server, tmp_path):
         "except ValueError as error:\n    print(error)"
     )
     environment = {**os.environ, "HF_HOME": str(tmp_path / "home"), "HF_HUB_OFFLINE": "1"}
-    done = subprocess.run([sys.executable, "-c", code], env=environment, check=True, capture_output=True, text=True)
-    assert "model_args: 'cache_dir' is not among the arguments" in done.stdout
+    done = fresh.run(code, folder=tmp_path, env=environment)
+    assert done.code == 0 and "model_args: 'cache_dir' is not among the arguments" in done.out
     assert not (tmp_path / "site").exists()
 
 
@@ -849,7 +849,7 @@ def environment(hub: HubServer, home: Path) -> dict[str, str]:
     return {**kept, "HF_HUB_DISABLE_TELEMETRY": "1", "PYTHONPATH": str(PACKAGE.parent), "OMP_NUM_THREADS": "1"}
 
 
-def test_push_publishes_the_model_and_nothing_else(model_folder, tmp_path, home):
+def test_push_publishes_the_model_and_nothing_else(model_folder, fresh, tmp_path, home):
     own = {path.name: path.read_bytes() for path in model_folder.iterdir()}
     cache = tmp_path / "models--someone--tiny"
     (cache / "blobs").mkdir(parents=True)
@@ -865,8 +865,8 @@ def test_push_publishes_the_model_and_nothing_else(model_folder, tmp_path, home)
     with HubServer() as hub:
         env = {**environment(hub, tmp_path / "cache"), "HF_TOKEN": hub.token}
         arguments = [model_folder, cache / "snapshots" / "1a2b", tmp_path / "saved"]
-        done = subprocess.run([sys.executable, "-c", PUSH, *arguments], env=env, capture_output=True, text=True)
-        assert done.returncode == 0, done.stderr
+        done = fresh.run(PUSH, *arguments, folder=tmp_path, env=env)
+        assert done.code == 0, done.err
         repos = {"links": {"shown.png", "again.png"}, "cached": {"notes.png"}, "saved": {"README.md"}}
         for repo, pictures in repos.items():
             files = hub.files(f"someone/{repo}")
@@ -874,9 +874,9 @@ def test_push_publishes_the_model_and_nothing_else(model_folder, tmp_path, home)
             assert not any(PRIVATE.encode() in content for content in files.values())
             assert files["monitor.py"] == own["monitor.py"] and files["model.safetensors"] == own["model.safetensors"]
         assert ("model", "someone/nothing") not in hub.repos
-    said = [line for line in done.stderr.splitlines() if "lead out of" in line]
+    said = [line for line in done.err.splitlines() if "lead out of" in line]
     assert any("README.md, key.png" in line for line in said) and any("key.png, other.png" in line for line in said)
-    assert any("model.safetensors is a link that leads out of the folder" in line for line in done.stderr.splitlines())
+    assert any("model.safetensors is a link that leads out of the folder" in line for line in done.err.splitlines())
 
 
 def test_a_space_publishes_the_model_and_nothing_else(model_folder, image_folder, tmp_path, home):
@@ -905,7 +905,7 @@ for token in ["--hub_token", "{SECRET}"], ["--hub-token={SECRET}", "--resume_fro
 """
 
 
-def test_a_token_is_in_no_file_and_no_output(recipe, image_folder, tmp_path):
+def test_a_token_is_in_no_file_and_no_output(recipe, image_folder, fresh, tmp_path):
     """Train, log, save, resume and push with a token, then look everywhere; local paths are in no pushed file."""
     options = ["--push_to_hub", "true", "--hub_model_id", "someone/trees", "--hub_strategy", "every_save"]
     options += ["--num_train_epochs", "1", "--report_to", "tensorboard"]
@@ -914,9 +914,9 @@ def test_a_token_is_in_no_file_and_no_output(recipe, image_folder, tmp_path):
         hub.fail("POST .*/commit/", times=1)
         env = environment(hub, tmp_path / "cache")
         arguments = ["--log", str(tmp_path / "log"), "train", str(recipe), *options]
-        done = subprocess.run([sys.executable, "-c", TWICE, *arguments], env=env, capture_output=True, text=True)
-        assert done.returncode == 0, done.stderr
-        printed = done.stdout + done.stderr
+        done = fresh.run(TWICE, *arguments, folder=tmp_path, env=env)
+        assert done.code == 0, done.err
+        printed = done.out + done.err
         pushed = hub.files("someone/trees")
         assert "model.safetensors" in pushed and "Training goes on" in printed
         for name, content in pushed.items():
@@ -1560,16 +1560,15 @@ for folder in sys.argv[1:]:
 """
 
 
-def test_forged_pointers_do_not_end_the_process(tmp_path):
+def test_forged_pointers_do_not_end_the_process(fresh, tmp_path):
     """Believed, the bytes are followed as addresses: a segmentation fault, or worse."""
     forged = {"V8": 0x01, "O8": 0x3D}
     for kind, flags in forged.items():
         write_cifar(tmp_path / kind)
         (tmp_path / kind / "train").write_bytes(pointers(kind, flags))
-    command = [sys.executable, "-c", POINTED, *(str(tmp_path / kind) for kind in forged)]
-    done = subprocess.run(command, capture_output=True, text=True)
-    assert done.returncode == 0, f"ended by signal {-done.returncode}: {done.stderr}"
-    for line, kind in zip(done.stdout.splitlines(), forged, strict=True):
+    done = fresh.run(POINTED, *(tmp_path / kind for kind in forged), folder=tmp_path)
+    assert done.code == 0, f"ended by signal {-done.code}: {done.err}"
+    for line, kind in zip(done.out.splitlines(), forged, strict=True):
         assert f"train cannot be read as CIFAR-100 (it holds an array of {kind!r}" in line
 
 
