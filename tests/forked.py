@@ -1,8 +1,8 @@
 """New processes that need not import anything heavy: each is a fork of one that has imported what others publish.
 
-A user's program starts with imports that take longer than most of what the tests look at. What a library reads from the
-environment on import, such as the place of the Hub's cache, is the same for all programs of a `Forks` that imports it
-beforehand; `EVERYTHING` does, and `TENSORS` leaves to each program what reads the environment. This package is not
+A user's program starts with imports that take longer than most of what the tests look at. What a library reads from
+the environment on import, such as the place of the Hub's cache, is the same for all programs of a `Forks` that imports
+it beforehand: `EVERYTHING` does, `TENSORS` leaves to each program what reads the environment. This package is not
 imported before a program does it.
 """
 

@@ -10,6 +10,7 @@ import signal
 import subprocess
 import sys
 import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -34,6 +35,8 @@ for line in sys.stdin:
     child = os.fork()
     if child == 0:
         os.dup2(writing, 1), os.dup2(writing, 2)
+        if job["pid_file"]:
+            open(job["pid_file"], "w").write(str(os.getpid()))
         if job["file_size"]:
             resource.setrlimit(resource.RLIMIT_FSIZE, (job["file_size"], resource.RLIM_INFINITY))
         step = AvgKTrainer.training_step
@@ -75,7 +78,7 @@ def command(environment):
     with subprocess.Popen([sys.executable, "-c", DRIVER], **pipe) as driver:
 
         def run(*arguments, **job):
-            nothing = dict.fromkeys(("kill_in", "kill_saving", "file_size", "code"))
+            nothing = dict.fromkeys(("kill_in", "kill_saving", "file_size", "pid_file", "code"))
             job = {**nothing, **job, "arguments": [str(argument) for argument in arguments]}
             driver.stdin.write(json.dumps(job) + "\n")
             driver.stdin.flush()
@@ -514,27 +517,27 @@ def test_the_size_of_a_checkpoint_is_foreseen(make_trainer, make_model, tmp_path
         shutil.rmtree(tmp_path / "run")
 
 
-def test_ctrl_c_says_how_to_go_on(recipe, tmp_path, environment):
+def test_ctrl_c_says_how_to_go_on(recipe, tmp_path, command):
     arguments = ["train", str(recipe), *often(num_train_epochs=5000, save_total_limit=2)[:-2]]
-    run = tmp_path / "run"
+    run, pid_file = tmp_path / "run", tmp_path / "pid"
     for number, expected, more in (
         (signal.SIGINT, 130, []),
         (signal.SIGTERM, 143, ["--seeds", "2"]),
     ):
         log = (run / "seed-1" if more else run) / "train.log"
-        pipe = {"stdout": subprocess.DEVNULL, "stderr": subprocess.PIPE, "text": True, "env": environment}
-        with subprocess.Popen([sys.executable, "-m", "avgk_hf.cli", *arguments, *more], **pipe) as process:
+        with ThreadPoolExecutor(1) as pool:
+            ended = pool.submit(command, *arguments, *more, pid_file=str(pid_file))
             while not (log.exists() and "saved checkpoint-6" in log.read_text()):
-                assert process.poll() is None, process.stderr.read()
+                assert not ended.done(), ended.result()
                 time.sleep(0.05)
-            process.send_signal(number)
-            error = process.communicate()[1]
-        assert process.returncode == expected and "Traceback" not in error
+            os.kill(int(pid_file.read_text()), number)
+            code, text = ended.result()
+        assert code == expected and "Traceback" not in text
         last = f"The last checkpoint is {checkpoints.last_checkpoint(run)}"
         where = f"Finished seeds and checkpoints are in {run}" if more else last
         resume = shlex.join(["avgk", *arguments, *more, "--resume_from_checkpoint", "last"])
         line = f"avgk train: training was stopped. {where}; go on with `{resume}`."
-        assert error.strip().splitlines()[-1] == line
+        assert text.strip().splitlines()[-1] == line
         shutil.rmtree(run)
 
 

@@ -1,7 +1,8 @@
-"""Several processes give the answer of one: two real ones, started by accelerate, against this one."""
+"""Several processes give the answer of one: two real ones against this one, and the command that starts them."""
 
 import json
 import os
+import socket
 import subprocess
 import sys
 from pathlib import Path
@@ -27,8 +28,22 @@ def launch(*arguments, **env) -> str:
     return done.stdout + done.stderr
 
 
+def run_two(fresh, *arguments, **env) -> None:
+    """`two_processes.py` in two processes, with what accelerate tells those that it launches on a CPU."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = str(free.getsockname()[1])
+    group = {"WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
+    of_each = [{"RANK": str(rank), "LOCAL_RANK": str(rank)} for rank in range(2)]
+    code = "import runpy, sys; del sys.argv[0]; runpy.run_path(sys.argv[0], run_name='__main__')"
+    env = {**os.environ, **group, "ACCELERATE_USE_CPU": "true", "PYTHONPATH": str(ROOT), **env}
+    given = [ROOT / "tests/two_processes.py", *arguments]
+    for done in fresh.run_together(code, [given, given], ROOT, env, of_each):
+        assert done.code == 0, done.err
+
+
 @pytest.fixture(scope="module")
-def found(splits, tmp_path_factory):
+def found(splits, fresh, tmp_path_factory):
     """What one process and what two processes found, by the same code."""
     one, two = tmp_path_factory.mktemp("one"), tmp_path_factory.mktemp("two")
     splits.save_to_disk(one / "images")
@@ -41,7 +56,7 @@ def found(splits, tmp_path_factory):
     )
     with HubServer() as hub:
         env = {"HF_ENDPOINT": hub.url, "HF_TOKEN": hub.token, "HF_HUB_DISABLE_XET": "1", "HF_HUB_OFFLINE": "0"}
-        launch(ROOT / "tests/two_processes.py", two, one / "images", recipe, **env)
+        run_two(fresh, two, one / "images", recipe, **env)
         requests = hub.requests
     everything(one, str(one / "images"))
     read = [json.loads((folder / "found.json").read_text()) for folder in (one, two)]
