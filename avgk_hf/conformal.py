@@ -81,7 +81,8 @@ class RAPS(APS):
     @staticmethod
     def nonconformity(scores: Any, before: Any, position: Any, settings: Mapping[str, float]) -> Any:
         """As in `LAC`."""
-        return before + settings["penalty"] * np.maximum(0, position - settings["k_reg"])
+        beyond = position - settings["k_reg"]
+        return before + settings["penalty"] * (beyond * (beyond > 0))
 
 
 METHODS: dict[str, type[LAC]] = {"lac": LAC, "aps": APS, "raps": RAPS}

@@ -15,7 +15,7 @@ from .checks import check_choice, is_number, plain
 from .conformal import METHODS, check_level
 from .sets import best_first, check_k
 
-LARGE = 1e-3  # a probability that few classes reach
+LARGE = 0.01  # a probability that few classes reach: sorting all of them takes longest, and these are usually enough
 
 
 @dataclass(frozen=True)
@@ -124,15 +124,18 @@ class Answer:
         return found if self.max_size is None else found[: self.max_size]
 
     def _by_sums(self, row: np.ndarray) -> np.ndarray:
-        for least in (LARGE, -np.inf):  # sorting all classes takes longest, and few are usually enough
-            order = best_first(row, (row > least).nonzero()[0])  # -inf: a class that is left out
-            scores = row[order]
-            sums = scores.cumsum(dtype=np.float64)  # where those close to 1 can still be told apart
-            if len(order) and sums[-1] > self.most:  # so much stands before every class that was left out
-                break
-        before = np.zeros(len(order))
-        before[1:] = sums[:-1]
-        return order[self.inside(scores, before, np.arange(1, len(order) + 1))]
+        few = (row > LARGE).nonzero()[0]
+        best = sorted(zip((-row[few]).tolist(), few.tolist(), strict=True))  # equal scores in the order of their ids
+        before, found = 0.0, []
+        for position, (negative, class_id) in enumerate(best, 1):
+            if self.inside(-negative, before, position):
+                found.append(class_id)
+            before -= negative
+            if before > self.most or len(found) == self.max_size:  # and so it is for all that follow
+                return np.array(found, int)
+        order = best_first(row, (row > -np.inf).nonzero()[0])  # -inf: a class that is left out
+        sums = np.concatenate([[0.0], row[order].cumsum(dtype=np.float64)[:-1]])
+        return order[self.inside(row[order], sums, np.arange(1, len(order) + 1))]
 
 
 def at_least(lambda_val: Any, scores: Any, before: Any, position: Any) -> Any:

@@ -96,11 +96,11 @@ def test_broken_cifar_files_are_refused(tmp_path):
 
 
 def test_the_split_is_balanced_and_fixed():
-    """45,000 and 5,000 images of CIFAR-100's 50,000."""
-    labels = np.random.default_rng(1).permutation(np.repeat(np.arange(100), 500))
+    """4,500 and 500 of 5,000 images of 100 classes, a tenth of CIFAR-100."""
+    labels = np.random.default_rng(1).permutation(np.repeat(np.arange(100), 50))
     features = Features(image=Image(), label=ClassLabel(num_classes=100), index=Value("int64"))
-    images = [{"bytes": str(i).encode(), "path": None} for i in range(50_000)]
-    columns = {"image": images, "label": labels.tolist(), "index": list(range(50_000))}
+    images = [{"bytes": str(i).encode(), "path": None} for i in range(5_000)]
+    columns = {"image": images, "label": labels.tolist(), "index": list(range(5_000))}
     whole = DatasetDict(
         {name: Dataset.from_dict(columns, features=features, split=name) for name in ("train", "test")}
     )
@@ -108,26 +108,26 @@ def test_the_split_is_balanced_and_fixed():
     def numbers(split):
         return [int(row["bytes"]) for row in split.cast_column("image", Image(decode=False))["image"]]
 
-    splits = split_validation(whole, 50, seed=0)
+    splits = split_validation(whole, 5, seed=0)
     assert {name: len(split) for name, split in splits.items()} == {
-        "train": 45_000,
-        "validation": 5_000,
-        "test": 50_000,
+        "train": 4_500,
+        "validation": 500,
+        "test": 5_000,
     }
-    for name, count in (("train", 450), ("validation", 50)):
+    for name, count in (("train", 45), ("validation", 5)):
         assert class_counts(splits[name], 100).tolist() == [count] * 100
         assert list(splits[name]["index"]) == list(range(100 * count))  # what ROLE counts on
         assert str(splits[name].split) == name
         assert np.array_equal(labels[numbers(splits[name])], splits[name]["label"])
     validation = numbers(splits["validation"])
-    assert sorted(numbers(splits["train"]) + validation) == list(range(50_000))
-    assert numbers(split_validation(whole, 50, seed=0)["validation"]) == validation
-    assert len(set(numbers(split_validation(whole, 50, seed=1)["validation"])) & set(validation)) < 1_000
-    for per_class in (0, 500):
-        with pytest.raises(ValueError, match=rf"validation_per_class={per_class} must lie in \[1, 500\)"):
+    assert sorted(numbers(splits["train"]) + validation) == list(range(5_000))
+    assert numbers(split_validation(whole, 5, seed=0)["validation"]) == validation
+    assert len(set(numbers(split_validation(whole, 5, seed=1)["validation"])) & set(validation)) < 100
+    for per_class in (0, 50):
+        with pytest.raises(ValueError, match=rf"validation_per_class={per_class} must lie in \[1, 50\)"):
             split_validation(whole, per_class)
     with pytest.raises(ValueError, match=r"has \['train', 'validation', 'test'\]: leave the field out"):
-        split_validation(splits, 50)
+        split_validation(splits, 5)
 
 
 @pytest.mark.parametrize("layout", ["images/{}", "images_{}"])
