@@ -20,6 +20,7 @@ from typing import Any, TypeVar
 from ..checks import check_choice, check_whole, is_number
 from ..losses import LOSSES, Loss, every_hyperparameter
 from ..recipes import Arguments, check_combinations, model_arguments, parse_recipe, read_recipe
+from ..scope import GRID
 from ..sets import check_k, k_key
 from ..shell import is_secret
 from ..training_args import AvgKTrainingArguments
@@ -106,6 +107,7 @@ class Comparison:
         tune_seed: Seed of the trainings that tune; not one of those reported.
         baseline: The loss that the others are compared with.
         more_data: For glyphs: train the baseline also on so many times the images, as a yardstick; 0 for none.
+        balances: Balances that are measured besides 0, among `scope.GRID`, or `"auto"`; by default none.
         sweeps: Folders of `avgk sweep`, whose curves are drawn where they exist.
         output_dir: Folder for results, table and pictures.
         overrides: Further `--field value` arguments for the recipe.
@@ -121,6 +123,7 @@ class Comparison:
     tune_seed: int = 1000
     baseline: str = "ce"
     more_data: int = 0
+    balances: list[Any] = field(default_factory=list)
     sweeps: list[str] = field(default_factory=list)
     output_dir: str = "runs/compare"
     overrides: list[str] = field(default_factory=list)
@@ -129,6 +132,8 @@ class Comparison:
         if not isinstance(self.sweeps, list) or not all(isinstance(sweep, str) for sweep in self.sweeps):
             raise ValueError(f"sweeps={self.sweeps!r} must be a list of folders.")
         self._check_searches()
+        if not isinstance(self.balances, list) or not all(each in (*GRID, "auto") for each in self.balances):
+            raise ValueError(f"balances={self.balances!r} must be a list, each among {[*GRID, 'auto']}.")
         if not different(self.k):
             raise ValueError(f"k={self.k!r} must be a list of different sizes, e.g. `k: [2, 3, 5, 10]`.")
         self.k = sorted(check_k(k) for k in self.k)
@@ -260,6 +265,8 @@ def run_path(comparison: Comparison, run: Run) -> Path:
     what |= {"all_k": comparison.k, "run": [run.phase, run.k, run.values, run.seed, list(run.ks)]}
     if run.times > 1:
         what["times"] = run.times
+    if comparison.balances:
+        what["balances"] = comparison.balances
     digest = hashlib.sha256(json.dumps(what, sort_keys=True).encode()).hexdigest()[:10]
     k = "" if run.k is None else f"-k{k_key(run.k)}"
     return Path(comparison.output_dir) / "runs" / f"{run.phase}-{run.loss}{k}-seed{run.seed}-{digest}.json"
