@@ -37,6 +37,7 @@ from .checks import check_ids
 from .conformal import METHODS, check_coverage, enough_images, level_key
 from .questions import Answer, Question, at_least
 from .records import (
+    FILE,
     check_balance,
     check_curve,
     check_tradeoff,
@@ -91,15 +92,16 @@ class Calibration:
         self.prevalence: list[float] | None = record.get("prevalence")
         self.tradeoff: list[list[float | None]] = record.get("tradeoff") or []
         check_tradeoff(self.tradeoff)
-        self._views, self.balance, self.weights = {0.0: self}, 0.0, None
+        self._views, self.balance, self.weights, self._lost = {0.0: self}, 0.0, None, None
         stored = checked_balances(record.get("balances") or {}, self.prevalence, self.num_labels, self.score)
         for balance, part in stored.items():
             view = self._views[balance] = copy.copy(self)
             view._read(part, f"calibration.balances['{balance:g}']")
             view.balance, view.weights = balance, balance_weights(self.prevalence, balance)
         own = check_balance(self.source.get("balance", 0), "config.calibration['balance']")
-        # before calibration.json is read there is none but 0
-        self._own = self._views.get(own, self) if "balances" in record or not own else self
+        for view in self._views.values():
+            view._own = self._views.get(own, self)
+        self._lost = own if own not in self._views else None  # with calibration.json, or not read yet
 
     def _read(self, part: Mapping[str, Any], place: str, thresholds: str | None = None) -> None:
         """Take in what was calibrated for one balance; `place` says where it stands, `thresholds` where these do."""
@@ -291,6 +293,11 @@ class Calibration:
         """How a question is answered; one that this calibration cannot answer is refused."""
         if question.balance not in (None, self.balance):
             return self.at(question.balance).answer(question)
+        if self._lost and question.balance is None:
+            raise ValueError(
+                f"the model's own balance is {self._lost:g}, and what was calibrated for it is not in {FILE}: restore"
+                " that file, ask with `balance=0`, or calibrate again."
+            )
         found = self._answers.get(question)
         if found is None:
             if len(self._answers) >= MOST_ANSWERS:

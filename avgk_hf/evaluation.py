@@ -26,7 +26,7 @@ from .modeling import AvgKForImageClassification
 from .monitor import SetSizeMonitor
 from .processes import rank, world_size
 from .scope import Balancing, check_asked, evaluated_levels, evaluated_sizes
-from .scores import NotFinite, head_logits, score
+from .scores import PROBABILITIES, NotFinite, head_logits, score
 from .statistics import MeanScores, sizes_only
 
 
@@ -113,59 +113,88 @@ def evaluate(
             calibrating, where the sizes are K by construction. Images without labels always have one.
         labels: How the dataset's classes are matched to the model's, as in `match_classes`.
         classes_from_dataset: Calibrate for sets that hold classes of the dataset only, and K of these.
-        balance: As in `Question`; to calibrate, what will be the model's own, or `"auto"`. Thresholds are computed for
-            0, 0.5 and 1 as well, as far as the prevalence of classes is known; a model of which it is not, and which
-            is given none, is asked for its mean probabilities on these images, in a pass of their own.
-        balancing: Only to calibrate: `prevalence` (L,), shares or numbers of images of the classes; `give_up` and
-            `select_by`, as in `Balancing`.
+        balance: As in `Question`; to calibrate, what will be the model's own, or `"auto"`.
+        balancing: To calibrate also `prevalence`, `give_up` and `select_by`, as in `calibrated_balances`.
 
     Returns:
         The metrics, as `AvgKTrainer.evaluate` names them, without prefix; with `"skip"` also how many are `skipped`.
     """
-    check_whole("batch_size", batch_size, 1)
-    check_whole("num_workers", num_workers)
-    check_choice("on_bad_image", on_bad_image, ON_BAD_IMAGE)
-    check_choice("method", method, METHODS)
-    config, labelled, k, skipped = model.config, "label" in dataset.column_names, list(k), {}
+    run, labelled = {"batch_size": batch_size, "num_workers": num_workers}, "label" in dataset.column_names
     by_coverage = coverage is not None or per_class or method != "lac"
-    check_asked(labelled, calibrate, monitor is not None, by_coverage)
-    if on_bad_image == "skip":  # before anything is computed, because the threshold depends on the number of images
-        dataset, number = skip_bad_images(dataset, str(dataset.split or dataset_name or "the dataset"), num_workers)
-        skipped = {"skipped": number}
-    if balancing and not calibrate:
-        raise ValueError(f"{next(iter(balancing))} says how to calibrate: leave it out, or calibrate.")
-    dataset, classes = align_classes(dataset, config, labels, calibrate, classes_from_dataset)
+    check_asked(labelled, calibrate, monitor is not None, by_coverage, balancing)
+    check_choice("method", method, METHODS)
+    dataset, skipped = _readable(dataset, dataset_name, on_bad_image, **run)
+    dataset, classes = align_classes(dataset, model.config, labels, calibrate, classes_from_dataset)
     if not labelled:
-        monitor = monitor or SetSizeMonitor.from_config(config, *(k[:1] or [None]), balance=balance)
-    watched = None if monitor is None else monitor.k
-    ks = evaluated_sizes(config, k, calibrate, labelled, watched, len(classes or config.id2label))
-    how = {"method": method, "per_class": per_class, "balance": None if calibrate else balance}
-    levels = evaluated_levels(config, coverage, calibrate, len(dataset), **how) if labelled else []
+        monitor = monitor or SetSizeMonitor.from_config(model.config, *list(k)[:1], balance=balance)
+    how = {"method": method, "per_class": per_class, "classes": classes, "balance": None if calibrate else balance}
     if calibrate:
-        run = {"batch_size": batch_size, "num_workers": num_workers}
-        how["balancing"] = _balancing(model, dataset, classes, balance or 0.0, run, **balancing)
-    evaluation = Evaluation(config, len(dataset), ks, calibrate, levels, **how, classes=classes)
-    run_model(model, dataset, [evaluation], batch_size, num_workers, "calibrate" if calibrate else "evaluate")
+        how["balancing"] = calibrated_balances(model, dataset, classes, balance or 0.0, run=run, **balancing)
+    evaluation = _plan(model.config, dataset, list(k), calibrate, coverage, monitor, how)
+    run_model(model, dataset, [evaluation], **run, description="calibrate" if calibrate else "evaluate")
     if calibrate:
         evaluation.store(dataset=dataset_name, split=str(dataset.split or "validation"))
     return {**_reported(evaluation, isinstance(model, AvgKForImageClassification), monitor), **skipped}
 
 
-def _balancing(
+def _readable(
+    dataset: Dataset, name: str | None, on_bad_image: str, batch_size: int, num_workers: int
+) -> tuple[Dataset, dict[str, int]]:
+    """The images that can be read, and how many were left out, if that is allowed."""
+    check_whole("batch_size", batch_size, 1)
+    check_whole("num_workers", num_workers)
+    if check_choice("on_bad_image", on_bad_image, ON_BAD_IMAGE) == "error":
+        return dataset, {}
+    # before anything is computed, because the threshold depends on the number of images
+    dataset, number = skip_bad_images(dataset, str(dataset.split or name or "the dataset"), num_workers)
+    return dataset, {"skipped": number}
+
+
+def _plan(
+    config: Any,
+    dataset: Dataset,
+    k: list[float],
+    calibrate: bool,
+    coverage: Iterable[float] | None,
+    monitor: SetSizeMonitor | None,
+    how: dict[str, Any],
+) -> Evaluation:
+    """What is collected; a question that cannot be answered is refused."""
+    labelled, watched = "label" in dataset.column_names, None if monitor is None else monitor.k
+    ks = evaluated_sizes(config, k, calibrate, labelled, watched, len(how["classes"] or config.id2label))
+    asked = {name: how[name] for name in ("method", "per_class", "balance")}
+    levels = evaluated_levels(config, coverage, calibrate, len(dataset), **asked) if labelled else []
+    return Evaluation(config, len(dataset), ks, calibrate, levels, **how)
+
+
+def calibrated_balances(
     model: PreTrainedModel,
     dataset: Dataset,
     classes: list[int] | None,
     own: float | str,
-    run: dict[str, int],
     prevalence: Iterable[float] | None = None,
+    run: Mapping[str, int] | None = None,
     **further: Any,
 ) -> Balancing:
-    """The balances to calibrate; for a balance of a model that is asked how frequent its classes are, by a pass."""
+    """The balances that a calibration computes: 0, 0.5, 1 and the model's own, where the prevalence is known.
+
+    It is what is given, or that of the training images in the config. A model of which neither is known is asked, if
+    it is to have a balance: for its mean probabilities on these images, in a pass of its own.
+
+    Args:
+        model: The model.
+        dataset: Its images, with the model's classes.
+        classes: Those that sets are restricted to, or None.
+        own: The model's own balance, or `"auto"`.
+        prevalence: Shares or numbers of images of each class, (L,), above 0.
+        run: Arguments of `run_model`.
+        further: `give_up` and `select_by`, as in `Balancing`.
+    """
     config = model.config
     known = prevalence is not None or getattr(config, "train_counts", None)
-    if own and not known and getattr(config, "score", "softmax") != "logit":
+    if own and not known and getattr(config, "score", "softmax") in PROBABILITIES:
         means = _MeanOutput(config, classes)
-        run_model(model, dataset, [means], description="prevalence", **run)
+        run_model(model, dataset, [means], description="prevalence", **(run or {}))
         prevalence, further = means.scores.prevalence(), {**further, "prevalence_from": "estimated"}
     return Balancing.of(config, own, prevalence, **further)
 

@@ -94,8 +94,12 @@ def given_prevalence(prevalence: Any, num_labels: int) -> list[float]:
     return [value / total for value in values]
 
 
-def check_asked(labelled: bool, calibrate: bool, monitored: bool, by_coverage: bool) -> None:
+def check_asked(
+    labelled: bool, calibrate: bool, monitored: bool, by_coverage: bool, balancing: Iterable[str] = ()
+) -> None:
     """Refuse what cannot be asked of one evaluation."""
+    for name in () if calibrate else balancing:
+        raise ValueError(f"{name} says how to calibrate: leave it out of an evaluation.")
     if calibrate and monitored:
         raise ValueError("a monitor compares other images with those of the calibration: evaluate with it afterwards.")
     if calibrate and not labelled:

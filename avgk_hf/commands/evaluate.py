@@ -62,7 +62,7 @@ def run(args: argparse.Namespace) -> None:
         refuse_link(Path(args.out).parent)
     model = load_classifier(args.model).to(best_device())
     split = read_split(args, unlabelled=args.label_column == "label")  # one that is named has to be there
-    monitor = SetSizeMonitor.from_config(model.config, *(args.k[:1] or [None]), balance=args.balance)
+    monitor = SetSizeMonitor.from_config(model.config, *args.k[:1], balance=args.balance)
     how = {"method": args.method, "per_class": per_class_of(args), "monitor": monitor}
     metrics = measure(model, split, args, **how)
     if not is_first_process():

@@ -46,7 +46,8 @@ def summarise(comparison: Comparison) -> dict[str, Any]:
         for score in SCORES if entries else ():
             found = _metrics(entries, k, score=score)
             parts["scores"].append({**own, "score": score, "metrics": _shown(found)})
-        for other in comparison.k if entries and comparison.loss(loss).needs_k else ():
+        each_k = entries and comparison.loss(loss).needs_k and comparison.train_k is None
+        for other in comparison.k if each_k else ():
             found = _shown(_metrics(entries, other))
             parts["transfer"].append({"loss": loss, "trained": k, "tested": other, "metrics": found})
     diverged = [(run, result["error"]) for run, result in results if result["error"]]

@@ -104,6 +104,7 @@ class Comparison:
         budget: Trainings in which every loss is tuned; drawn evenly from its combinations, the same every time.
         seeds: Number of seeds 0, 1, ... of the tuned losses.
         tune_k: Tune at this K for all; default: for every K by itself.
+        train_k: Train losses that depend on K for this one only, and report them at all; default: for every K by itself.
         tune_seed: Seed of the trainings that tune; not one of those reported.
         baseline: The loss that the others are compared with.
         more_data: For glyphs: train the baseline also on so many times the images, as a yardstick; 0 for none.
@@ -120,6 +121,7 @@ class Comparison:
     budget: int = 8
     seeds: int = 5
     tune_k: float | None = None
+    train_k: float | None = None
     tune_seed: int = 1000
     baseline: str = "ce"
     more_data: int = 0
@@ -137,8 +139,9 @@ class Comparison:
         if not different(self.k):
             raise ValueError(f"k={self.k!r} must be a list of different sizes, e.g. `k: [2, 3, 5, 10]`.")
         self.k = sorted(check_k(k) for k in self.k)
-        if self.tune_k is not None and self.tune_k not in self.k:
-            raise ValueError(f"tune_k={self.tune_k!r} must be one of k={self.k}, or left out to tune for each.")
+        for name in ("tune_k", "train_k"):
+            if getattr(self, name) not in (None, *self.k):
+                raise ValueError(f"{name}={getattr(self, name)!r} must be one of k={self.k}, or left out for each.")
         for name, least in (("budget", 1), ("seeds", 1), ("tune_seed", 0), ("more_data", 0)):
             check_whole(name, getattr(self, name), least)
         if self.tune_seed < self.seeds:
@@ -335,7 +338,11 @@ def plan(comparison: Comparison) -> list[Run]:
         runs.append(Run("more_data", loss, k, values, comparison.tune_seed, tuple(comparison.k), comparison.more_data))
     for seed in range(comparison.seeds):  # seed by seed, so that data are generated once
         for loss, of_k in chosen.items():
-            if comparison.loss(loss).needs_k:
+            if comparison.loss(loss).needs_k and comparison.train_k is not None:
+                runs.append(
+                    Run("final", loss, comparison.train_k, of_k[comparison.train_k], seed, tuple(comparison.k))
+                )
+            elif comparison.loss(loss).needs_k:
                 runs += [Run("final", loss, k, values, seed, (k,)) for k, values in of_k.items()]
             else:  # one training for all K with the same hyperparameters
                 groups: dict[str, list[float]] = {}

@@ -190,12 +190,11 @@ class AverageKAccuracy(evaluate.Metric):
 
 def _scored(rows: np.ndarray, kind: str, balance: float, prevalence: Any) -> Iterator[torch.Tensor]:
     """The scores of the next images, (b, L), one batch after the other."""
-    weights = balance_weights(prevalence, balance) if balance else torch.ones(())
+    weights = balance_weights(prevalence, balance) if balance else None
     for start in range(0, len(rows), ROWS):
         batch = np.array(rows[start : start + ROWS])  # a copy: it may be read-only, or reversed
-        yield (
-            KINDS[kind](torch.from_numpy(batch)) * weights
-        )  # not `score`: a class masked with -inf has probability 0 here
+        scores = KINDS[kind](torch.from_numpy(batch))  # not `score`: a class masked with -inf has probability 0 here
+        yield scores if weights is None else scores * weights
 
 
 def _asked(
