@@ -104,7 +104,7 @@ class Comparison:
         budget: Trainings in which every loss is tuned; drawn evenly from its combinations, the same every time.
         seeds: Number of seeds 0, 1, ... of the tuned losses.
         tune_k: Tune at this K for all; default: for every K by itself.
-        train_k: Train losses that depend on K for this one only, and report them at all; default: for every K by itself.
+        train_k: Train losses that depend on K for this one only, and report them at all; default: for each by itself.
         tune_seed: Seed of the trainings that tune; not one of those reported.
         baseline: The loss that the others are compared with.
         more_data: For glyphs: train the baseline also on so many times the images, as a yardstick; 0 for none.
@@ -338,10 +338,9 @@ def plan(comparison: Comparison) -> list[Run]:
         runs.append(Run("more_data", loss, k, values, comparison.tune_seed, tuple(comparison.k), comparison.more_data))
     for seed in range(comparison.seeds):  # seed by seed, so that data are generated once
         for loss, of_k in chosen.items():
-            if comparison.loss(loss).needs_k and comparison.train_k is not None:
-                runs.append(
-                    Run("final", loss, comparison.train_k, of_k[comparison.train_k], seed, tuple(comparison.k))
-                )
+            at = comparison.train_k if comparison.loss(loss).needs_k else None
+            if at is not None:
+                runs.append(Run("final", loss, at, of_k[at], seed, tuple(comparison.k)))
             elif comparison.loss(loss).needs_k:
                 runs += [Run("final", loss, k, values, seed, (k,)) for k, values in of_k.items()]
             else:  # one training for all K with the same hyperparameters
