@@ -42,6 +42,33 @@ def table(results: dict[str, dict[str, Any]]) -> str:
     return as_table(["", *(column.heading(k) for column in columns)], rows)
 
 
+def rows_of(objective: str, folder: Path, overrides: tuple[str, ...], splits: Any = None) -> tuple[dict, Any]:
+    """Train from a recipe; the rows of the table that this makes, with their results, and the data.
+
+    CE makes two rows: the same model answers once more with a balance, without further training.
+
+    Args:
+        objective: Of `OBJECTIVES`.
+        folder: Where the model goes, in a folder of its own.
+        overrides: `--field value` pairs for the recipe.
+        splits: The data, where it is loaded already.
+    """
+    from .. import train
+    from ..evaluation import evaluate
+    from ..modeling import AvgKForImageClassification
+
+    recipe, name = str(find_recipe(f"glyphs/{objective}.yaml")), OBJECTIVES[objective]
+    blocks = train.parse_recipe([recipe, "--output_dir", str(folder / objective), *overrides])
+    splits = splits or train.load_all(*blocks[1:])
+    print(f"\n== {name}: {recipe}")
+    rows = {name: train.run(*blocks, splits)}
+    if objective == "ce":
+        model = AvgKForImageClassification.from_pretrained(folder / objective)
+        again = evaluate(model, splits["test"], balance=BALANCE, batch_size=256)
+        rows[f"{name}, balance {BALANCE:g}"] = {"k": rows[name]["k"], "test": again}
+    return rows, splits
+
+
 def demo(folder: str | Path, overrides: tuple[str, ...] = ()) -> dict[str, dict[str, Any]]:
     """Run the demo and write everything into `folder`.
 
@@ -50,26 +77,17 @@ def demo(folder: str | Path, overrides: tuple[str, ...] = ()) -> dict[str, dict[
         overrides: `--field value` pairs for both recipes, e.g. `("--num_train_epochs", "1")`.
 
     Returns:
-        The results of both runs, and of CE with a balance, by name.
+        The results of both runs, and of CE with a balance, by the name of their row.
     """
-    from .. import train
-    from ..evaluation import evaluate
     from ..modeling import AvgKForImageClassification
     from ..sets import k_key
     from ..study.plots import contact_sheet, set_size_histogram
     from .plot import sheet_of
 
     folder, splits, results = make_folder(folder), None, {}
-    for objective, name in OBJECTIVES.items():
-        recipe = str(find_recipe(f"glyphs/{objective}.yaml"))
-        blocks = train.parse_recipe([recipe, "--output_dir", str(folder / objective), *overrides])
-        splits = splits or train.load_all(*blocks[1:])
-        print(f"\n== {name}: {recipe}")
-        results[name] = train.run(*blocks, splits)
-        if objective == "ce":
-            model = AvgKForImageClassification.from_pretrained(folder / objective)
-            balanced = evaluate(model, splits["test"], balance=BALANCE, batch_size=256)
-            results[f"{name}, balance {BALANCE:g}"] = {"k": results[name]["k"], "test": balanced}
+    for objective in OBJECTIVES:
+        rows, splits = rows_of(objective, folder, overrides, splits)
+        results |= rows
     model = AvgKForImageClassification.from_pretrained(folder / "avgk")
     sheet, histogram = folder / "contact_sheet.png", folder / "set_sizes.png"
     contact_sheet(*sheet_of(model, splits["test"]), sheet)
