@@ -14,6 +14,7 @@ from huggingface_hub.utils import tqdm
 from torch.utils.data import BatchSampler, DataLoader, SequentialSampler
 from transformers import PreTrainedModel, default_data_collator
 
+from .calibration import Calibration
 from .checks import check_choice, check_whole
 from .classifiers import best_device, forward, transform_for
 from .collecting import Evaluation
@@ -129,7 +130,7 @@ def evaluate(
         monitor = monitor or SetSizeMonitor.from_config(model.config, *list(k)[:1], balance=balance)
     how = {"method": method, "per_class": per_class, "classes": classes, "balance": None if calibrate else balance}
     if calibrate:
-        how["balancing"] = calibrated_balances(model, dataset, classes, balance or 0.0, run=run, **balancing)
+        how["balancing"] = calibrated_balances(model, dataset, classes, balance, run=run, **balancing)
     evaluation = _plan(model.config, dataset, list(k), calibrate, coverage, monitor, how)
     run_model(model, dataset, [evaluation], **run, description="calibrate" if calibrate else "evaluate")
     if calibrate:
@@ -171,27 +172,32 @@ def calibrated_balances(
     model: PreTrainedModel,
     dataset: Dataset,
     classes: list[int] | None,
-    own: float | str,
+    own: float | str | None = None,
     prevalence: Iterable[float] | None = None,
     run: Mapping[str, int] | None = None,
     **further: Any,
 ) -> Balancing:
     """The balances that a calibration computes: 0, 0.5, 1 and the model's own, where the prevalence is known.
 
-    It is what is given, or that of the training images in the config. A model of which neither is known is asked, if
-    it is to have a balance: for its mean probabilities on these images, in a pass of its own.
+    It is what is given, that of the training images in the config, or that of the calibration before. A model of
+    which none is known is asked, if it is to have a balance: for its mean probabilities on these images, in a pass of
+    its own.
 
     Args:
         model: The model.
         dataset: Its images, with the model's classes.
         classes: Those that sets are restricted to, or None.
-        own: The model's own balance, or `"auto"`.
+        own: The model's own balance, or `"auto"`; default: what it is.
         prevalence: Shares or numbers of images of each class, (L,), above 0.
         run: Arguments of `run_model`.
         further: `give_up` and `select_by`, as in `Balancing`.
     """
-    config = model.config
+    config, before = model.config, Calibration.of(model.config)
+    own = before.balance if own is None else own
     known = prevalence is not None or getattr(config, "train_counts", None)
+    if not known and before.prevalence:
+        known = prevalence = before.prevalence
+        further = {**further, "prevalence_from": before.source.get("prevalence_from")}
     if own and not known and getattr(config, "score", "softmax") in PROBABILITIES:
         means = _MeanOutput(config, classes)
         run_model(model, dataset, [means], description="prevalence", **(run or {}))

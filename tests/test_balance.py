@@ -599,6 +599,10 @@ def test_a_classifier_that_knows_no_counts(image_folder, tmp_path, capsys):
     found = Calibration.of(model.config)
     assert found.source["prevalence_from"] == "estimated" and found.balance == 1 and len(found.prevalence) == 6
     assert sum(found.prevalence) == pytest.approx(1)
+    calibrate(model, validation, [1, 2])  # what it was: its own balance, and the frequencies
+    again = Calibration.of(model.config)
+    assert again.source["prevalence_from"] == "estimated" and again.balance == 1
+    assert again.prevalence == found.prevalence
     with pytest.raises(ValueError, match="give_up says how to calibrate"):
         evaluate(model, validation, give_up=1)
 

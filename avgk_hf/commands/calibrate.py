@@ -20,7 +20,7 @@ def arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--coverage", type=float, nargs="+", metavar="C", help=levels)
     restricted = "sets hold only the dataset's classes, and K counts only these"
     parser.add_argument("--classes-from-dataset", action="store_true", help=restricted)
-    own = "0: every image counts alike, 1: every class does; or auto. The model's own from now on (0)"
+    own = "0: every image counts alike, 1: every class; or auto. The model's own from now on (what it was, at first 0)"
     parser.add_argument("--balance", type=balance, metavar="B", help=own)
     parser.add_argument("--give-up", type=float, default=0.5, metavar="P", help="points that auto may cost (0.5)")
     parser.add_argument("--select-by", default="micro", help="what the best head is best in: micro or macro (micro)")
@@ -107,7 +107,11 @@ def _recorded(config: Any) -> dict[str, dict[str, Any]]:
     from ..sets import k_key
 
     found = Calibration.of(config)
-    return {"K": dict.fromkeys(map(k_key, found.ks)), "coverage": describe_coverage(found.coverage)}
+    return {
+        "K": dict.fromkeys(map(k_key, found.ks)),
+        "coverage": describe_coverage(found.coverage),
+        "balance": {f"{balance:g}": None for balance in found.balances},
+    }
 
 
 def _say_what_changed(before: dict[str, dict], after: dict[str, dict], folder: Path | None) -> None:

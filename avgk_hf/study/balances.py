@@ -153,8 +153,8 @@ def balance_text(summary: dict[str, Any]) -> list[str]:
         f"Coverage {LEVEL:g} asked for, thresholds from validation: the share of test images whose set holds the true"
         " class, the mean of it over classes, and over the tenth of the classes that are covered least.",
     ]
-    first = {row["loss"]: row["k"] for row in reversed(summary["tail_coverages"])}
-    rows = [row for row in summary["tail_coverages"] if row["k"] == first[row["loss"]]]
+    at = summary["tune_k"] or summary["k"][0]
+    rows = [row for row in summary["tail_coverages"] if row["k"] == at]
     body = [
         [
             f"{row['loss']}, K = {k_key(row['k'])}",
