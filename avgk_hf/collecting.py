@@ -83,7 +83,7 @@ class Evaluation:
             self._collect(self.balance, stored_thresholds(calibration, heads, ks), calibration=calibration)
             if answers:
                 self.statistics[calibration.head()].answers = answers
-            self.answer = calibration.answer(Question(balance=self.balance))
+            self.answer = calibration.answer(Question(balance=balance))  # refused where the own balance is lost
         self.sets: list[tuple[int, list[list[int]]]] | None = [] if keep_sets else None
         self.labelled, self.loss_sum = True, 0.0
         self._results: dict[float, dict[str, dict[float, dict[str, float]]]] = {}

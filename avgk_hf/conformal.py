@@ -21,13 +21,13 @@ of all images where these are too few: for them it holds on average.
 
 **Rare classes.** Per class the sets are large, because rare classes have high q. Two ways lie between, both of Ding,
 Fermanian and Salmon, *Conformal Prediction for Long-Tailed Classification* (2025). Prevalence-adjusted LAC is LAC of
-balanced scores with balance 1, e = -p_y / pi_y (`scores.balance_weights`): of all sets that hold the true class of
-a share c of images it has the best mean over classes for its size, and the guarantee of LAC. And thresholds between
-q of all images and q_y per class,
+balanced scores with balance 1, e = -p_y / pi_y (`scores.balance_weights`): with true probabilities no other sets of
+its average size have a better mean over classes, and its guarantee is that of LAC. And thresholds between q of all
+images and q_y per class,
 
     w q_y + (1 - w) q,    w in [0, 1],
 
-whose sets hold the true class with probability 1 - 2 (1 - c) at least: who misses, misses by q or by q_y.
+give sets that hold the true class with probability 1 - 2 (1 - c) at least: what is missed is missed by q or by q_y.
 
 All of it supposes that nothing was chosen on the n images. The best of several checkpoints, or of the heads
 (`head="auto"`), is a choice; for the exact guarantee calibrate on images that were not used for one.

@@ -14,6 +14,7 @@ from .sets import check_k, k_key
 FILE = "calibration.json"
 PARTS = ("thresholds", "heads", "head", "head_thresholds", "coverage", "curve")  # of one balance
 MOST_BALANCES = 20  # of a calibration
+LEAST_PREVALENCE = 1e-12  # of a class, so that no weight vanishes in float32
 AGAIN = "calibrate again with `avgk calibrate MODEL DATASET`."
 
 
@@ -97,8 +98,10 @@ def checked_balances(stored: Any, prevalence: Any, num_labels: int, score: str) 
         raise ValueError(f"{name} must map at most {MOST_BALANCES} balances to what was calibrated: {AGAIN}")
     if prevalence is not None or stored:
         whole = isinstance(prevalence, list) and len(prevalence) == num_labels
-        if not whole or not all(is_number(share) and 0 < share <= 1 for share in prevalence):
-            raise ValueError(f"calibration.prevalence must hold {num_labels} numbers in (0, 1]: {AGAIN}")
+        if not whole or not all(is_number(share) and LEAST_PREVALENCE <= share <= 1 for share in prevalence):
+            raise ValueError(
+                f"calibration.prevalence must hold {num_labels} numbers in [{LEAST_PREVALENCE}, 1]: {AGAIN}"
+            )
     for key, part in stored.items():
         try:
             balance = check_balance(float(key), name)

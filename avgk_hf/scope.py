@@ -9,7 +9,7 @@ from .calibration import Calibration
 from .checks import check_choice, is_number, plain
 from .conformal import LEVELS, check_enough, check_level, enough_images
 from .questions import Question
-from .records import check_balance
+from .records import LEAST_PREVALENCE, check_balance
 from .scores import PROBABILITIES, smoothed_prevalence
 from .sets import check_k, k_key
 
@@ -91,7 +91,7 @@ def given_prevalence(prevalence: Any, num_labels: int) -> list[float]:
     if len(values) != num_labels or not all(is_number(value) and 0 < value < math.inf for value in values):
         raise ValueError(f"prevalence must hold {num_labels} numbers above 0, one for each class, e.g. counts plus 1.")
     total = math.fsum(values)
-    return [value / total for value in values]
+    return [max(value / total, LEAST_PREVALENCE) for value in values]
 
 
 def check_asked(

@@ -15,6 +15,7 @@ from .checks import is_number, plain
 from .conformal import coverage_record
 from .processes import add_up, broadcast, gather, rank, sum_over_processes, world_size
 from .questions import Answer
+from .records import LEAST_PREVALENCE
 from .scores import normalised, wide
 from .sets import AverageKThreshold, check_k, k_key, metric_name, ranked_mass, score_matrix
 
@@ -290,8 +291,8 @@ class MeanScores:
 
     def prevalence(self) -> list[float]:
         """The shares (L,), none of them 0."""
-        sums = self.sums.cpu().numpy().astype(float).clip(1)
-        return (sums / sums.sum()).tolist()
+        sums = self.sums.cpu().numpy().astype(float)
+        return (sums / sums.sum()).clip(LEAST_PREVALENCE).tolist()
 
 
 def sizes_only(metrics: Mapping[str, float], num_images: int, watched: float, own: float | None) -> dict[str, float]:

@@ -261,6 +261,7 @@ def test_it_is_kept_carried_and_dropped(stored, tmp_path):
     [
         ({"prevalence": [0.2] * 5}, "calibration.prevalence must hold 6 numbers"),
         ({"prevalence": [0.2] * 5 + [0]}, "calibration.prevalence must hold 6 numbers"),
+        ({"prevalence": [0.2] * 5 + [1e-300]}, "calibration.prevalence must hold 6 numbers"),
         ({"prevalence": [0.2] * 5 + [math.nan]}, "calibration.prevalence must hold 6 numbers"),
         ({"prevalence": None}, "calibration.prevalence must hold 6 numbers"),
         ({"balances": {"1.5": {}}}, "key '1.5', which is no balance"),
