@@ -90,7 +90,7 @@ class _Events:
         return [gr.update(visible=by == each) for each in ASK_BY]
 
     def show(
-        self, found: dict[str, Tensor] | str | None, ask: str, k: float, coverage: float | None, balance: float
+        self, found: dict[str, Tensor] | str | None, ask: str, k: float, coverage: float | None, balance: float = 0.0
     ) -> tuple[str, str]:
         """The set and its growth, from what `read` gave."""
         if found is None:

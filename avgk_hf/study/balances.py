@@ -28,6 +28,7 @@ COVERAGES = {  # the questions by which they are reached
 }
 GIVE_UP = 0.5
 SHOWN = {column.metric: column for column in columns_of("balance")}
+DRAWN = (ACCURACY.metric, "macro_accuracy", "few_shot_accuracy", "mean_set_size")
 PARTS = {"coverage": "of all images", "mean_class": "mean over classes", "worst_decile": "worst tenth of classes"}
 
 
@@ -111,7 +112,7 @@ def summarise_balances(comparison: Comparison, entries: Callable[[str, float], A
         comparison: What was compared.
         entries: Of a loss and a K what its runs kept, by seed.
     """
-    rows, coverages = [], []
+    rows, coverages, curves = [], [], {}
 
     def metrics(loss: str, k: float, head: str, balance: float | str) -> dict[int, dict[str, float]]:
         found = entries(loss, k).items()
@@ -126,11 +127,16 @@ def summarise_balances(comparison: Comparison, entries: Callable[[str, float], A
                 of_seed, plain = metrics(loss, k, head, balance), metrics(comparison.baseline, k, "ml", 0.0)
                 row = {"loss": loss if head in heads else f"{loss}, head {head}", "k": k, "balance": balance}
                 row["taken"] = sorted(found["balance"] for found in of_seed.values())
-                rows.append({**row, **against(of_seed, plain, SHOWN.values())})
+                rows.append({**row, **against(of_seed, {} if of_seed == plain else plain, SHOWN.values())})
+        for balance in GRID if kept else ():
+            found = intervals(list(metrics(loss, k, max(heads), balance).values()), SHOWN)
+            means = [found[name]["mean"] if name in found else None for name in DRAWN]
+            curves.setdefault(loss, []).append([k, balance, *means])
         for name in COVERAGES:
             found = intervals([entry["balances"]["coverage"][name] for entry in kept], (*PARTS, "size"))
             coverages.append({"loss": loss, "k": k, "name": name, "metrics": found})
-    return {"balances": rows, "tail_coverages": coverages} if comparison.balances else {}
+    found = {"balances": rows, "balance_curves": curves, "tail_coverages": coverages}
+    return found if comparison.balances else {}
 
 
 def balance_text(summary: dict[str, Any]) -> list[str]:

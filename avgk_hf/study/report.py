@@ -14,7 +14,15 @@ from ..scores import HEADS
 from ..sets import k_key
 from .balances import balance_text, summarise_balances
 from .columns import ACCURACY, MISSING, SIZE, as_table, columns_of
-from .plots import accuracy_curve, by_shot, in_both_formats, learning_curves, set_size_histogram, sweep_curve
+from .plots import (
+    accuracy_curve,
+    balance_curves,
+    by_shot,
+    in_both_formats,
+    learning_curves,
+    set_size_histogram,
+    sweep_curve,
+)
 from .seeds import against, intervals
 from .spec import Comparison, Results, Run, best_of_curve, choose, finished, plan
 
@@ -268,6 +276,8 @@ def write_comparison(comparison: Comparison) -> str:
     results = [(run, finished(comparison, run)) for run in plan(comparison)]
     _draw_set_sizes(comparison, results, folder)
     _draw_learning(comparison, results, folder)
+    for loss, rows in summary.get("balance_curves", {}).items():
+        in_both_formats(balance_curves, folder / f"balance_{loss}", rows)
     for sweep in comparison.sweeps:
         path = Path(sweep) / "sweep.json"
         content = read_json(path) if path.is_file() else {"search": {}}
