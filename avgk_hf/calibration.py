@@ -4,8 +4,10 @@ Only this file knows how thresholds, heads, coverages and the trade-off curve ar
 interpolated, carried and dropped. A config of any class can hold them: `thresholds` {K: lambda_val} of the head that
 answers, `heads` {K: head} where one was chosen for each K, and `calibration`, which says where they come from (number
 of images, dataset, split, date, training step, head) and holds the rest: `head_thresholds` {head: {K: lambda_val}},
-`coverage` (`conformal.coverage_record`) and `curve`, rows of K, lambda_val, mean size, coverage and top-K accuracy. On
-disk the first part stands in config.json and the rest, which grows with the classes, in calibration.json beside it.
+`coverage` (`conformal.coverage_record`) and `curve`, rows of K, lambda_val, mean size, coverage and top-K accuracy.
+All of this is of balance 0; `balances` {balance: the same of scores that are balanced by `prevalence`} holds that of
+others, and `tradeoff` what each is worth. On disk the first part stands in config.json and the rest, which grows with
+the classes, in calibration.json beside it.
 
 Like the model, this file travels with a saved model as remote code.
 
@@ -24,41 +26,49 @@ Example:
 """
 
 import copy
-import json
-import math
 import weakref
 from collections.abc import Mapping
 from functools import partial
-from pathlib import Path
 from typing import Any, ClassVar
 
 import numpy as np
-from transformers.utils import cached_file
 
-from .checks import check_counts, check_ids, is_number, read_json, same_labels
+from .checks import check_ids
 from .conformal import METHODS, check_coverage, enough_images, level_key
-from .files import write_text
 from .questions import Answer, Question, at_least
-from .scores import HEADS, PROBABILITIES, SUM_TO_ONE, head_scores
+from .records import (
+    FILE,
+    check_balance,
+    check_curve,
+    check_tradeoff,
+    checked_balances,
+    checked_head_thresholds,
+    checked_thresholds,
+)
+from .scores import HEADS, PROBABILITIES, SUM_TO_ONE, balance_weights, head_scores
 from .sets import check_k, interpolated_threshold, k_key
 
-FILE = "calibration.json"
 FIELDS = ("thresholds", "heads", "calibration")  # of a config
 MOST_ANSWERS = 100  # that are remembered, because visitors may ask anything
-DETAILS = ("head_thresholds", "coverage", "curve")  # of its `calibration`, kept in the file
-HUB = ("cache_dir", "force_download", "local_files_only", "token", "revision", "subfolder")  # where a file is
+OF_BALANCE = ("head_thresholds", "coverage", "curve")
+DETAILS = (*OF_BALANCE, "balances", "prevalence", "tradeoff")  # of its `calibration`, kept in the file
 
 
 class Calibration:
-    """What one pass over labelled images found, read from a config and checked once.
+    """What one pass over labelled images found for one balance, read from a config and checked once.
+
+    `Calibration.of(config)` is that of the model's own balance, `at` that of another.
 
     Attributes:
         k: The model's own average set size, or of a classifier that has none the smallest that was calibrated.
         ks: All that were calibrated, ascending; empty for a model that was not.
         score: What is thresholded, as in `scores.score`; `probabilities` says whether it is one.
+        balance: In [0, 1]; `balances` are all that were calibrated, and `weights` (L,) those of this one, or None.
         thresholds: {head: {K: lambda_val}}.
         coverage: What answers by coverage, of the head `source_head`.
         curve: The trade-off, of the same head.
+        tradeoff: What balances are worth: rows of K, balance, average-K accuracy, macro accuracy, few-shot accuracy
+            (or None) and mean size.
         source: Where all of it comes from.
         classes: The ids of those that sets are restricted to, None for all; `num_answers` is their number.
     """
@@ -72,34 +82,49 @@ class Calibration:
         self.score: str = getattr(config, "score", "softmax")
         self.probabilities = self.score in PROBABILITIES
         self._head: str = getattr(config, "head", "ml")
+        self._k: float | None = getattr(config, "k", None)
         self.source = {name: value for name, value in record.items() if name not in DETAILS}
         self.classes = check_ids("calibration.classes", self.source.get("classes"), self.num_labels)
         self.num_answers = self.num_labels if self.classes is None else len(self.classes)
-        own = self._checked(getattr(config, "thresholds", None) or {}, "config.thresholds")
+        part = {name: record.get(name) for name in OF_BALANCE} | {"head": self.source.get("head")}
+        part |= {name: getattr(config, name, None) for name in ("thresholds", "heads")}
+        self._read(part, "calibration", "config.thresholds")
+        self.prevalence: list[float] | None = record.get("prevalence")
+        self.tradeoff: list[list[float | None]] = record.get("tradeoff") or []
+        check_tradeoff(self.tradeoff)
+        self._views, self.balance, self.weights, self._lost = {0.0: self}, 0.0, None, None
+        stored = checked_balances(record.get("balances") or {}, self.prevalence, self.num_labels, self.score)
+        for balance, part in stored.items():
+            view = self._views[balance] = copy.copy(self)
+            view._read(part, f"calibration.balances['{balance:g}']")
+            view.balance, view.weights = balance, balance_weights(self.prevalence, balance)
+        own = check_balance(self.source.get("balance", 0), "config.calibration['balance']")
+        for view in self._views.values():
+            view._own = self._views.get(own, self)
+        self._lost = own if own not in self._views else None  # with calibration.json, or not read yet
+
+    def _read(self, part: Mapping[str, Any], place: str, thresholds: str | None = None) -> None:
+        """Take in what was calibrated for one balance; `place` says where it stands, `thresholds` where these do."""
+        known = self.num_answers, self.score
+        own = checked_thresholds(part.get("thresholds") or {}, thresholds or f"{place}.thresholds", *known)
         self.ks = sorted(own)
-        self.k: float = config.k if hasattr(config, "k") else min(self.ks, default=1)
-        self._chosen = self._checked_heads(getattr(config, "heads", None) or {})
-        named = self.source.get("head") if self.source.get("head") in HEADS else self._chosen.get(self.k)
+        self.k: float = min(self.ks, default=1) if self._k is None else self._k
+        self._chosen = self._checked_heads(part.get("heads") or {})
+        named = part.get("head") if part.get("head") in HEADS else self._chosen.get(self.k)
         self.source_head: str = named or ("ml" if self._head == "auto" else self._head)
-        stored = record.get("head_thresholds") or {}
-        if not isinstance(stored, Mapping):
-            raise ValueError(f"calibration.head_thresholds={stored!r} must map heads to thresholds.")
-        for head in set(stored) - set(HEADS):
-            raise ValueError(f"calibration.head_thresholds has the key {head!r}; choose among {list(HEADS)}.")
-        self.thresholds = {
-            head: self._checked(part, f"calibration.head_thresholds[{head!r}]") for head, part in stored.items()
-        }
+        stored = part.get("head_thresholds") or {}
+        self.thresholds = checked_head_thresholds(stored, f"{place}.head_thresholds", *known)
         for k, lambda_val in own.items():
             self.thresholds.setdefault(self._chosen.get(k, self.source_head), {})[k] = lambda_val
-        self.coverage: dict[str, Any] = record.get("coverage") or {}
+        self.coverage: dict[str, Any] = part.get("coverage") or {}
         check_coverage(self.coverage, self.num_labels, self.probabilities)
-        self.curve: list[list[float]] = record.get("curve") or []
-        self._check_curve()
+        self.curve: list[list[float]] = part.get("curve") or []
+        check_curve(self.curve, f"{place}.curve", *known)
         self._answers: dict[Question, Answer] = {}
 
     @classmethod
     def of(cls, config: Any) -> "Calibration":
-        """What a config of any class holds; the same object as long as its fields stay the same."""
+        """What a config of any class holds, for its own balance; the same object as long as its fields stay."""
         fields = vars(config)  # at once, because transformers takes a microsecond for each
         record, labels = fields.get("calibration"), fields.get("id2label", ())
         parts = (fields.get("thresholds"), fields.get("heads"))
@@ -110,7 +135,26 @@ class Calibration:
             forget = partial(cls._made.pop, id(config))
             found = weakref.ref(config, lambda _: forget(None)), key, cls(config)
             cls._made[id(config)] = found
-        return found[2]
+        return found[2]._own
+
+    @property
+    def balances(self) -> list[float]:
+        """All balances that were calibrated, ascending."""
+        return sorted(self._views)
+
+    def at(self, balance: float | None = None) -> "Calibration":
+        """The calibration for a balance, by default the model's own; one that was not recorded is refused."""
+        if balance is None:
+            return self._own
+        found = self._views.get(check_balance(balance))
+        if found is None:
+            if not self.probabilities:
+                raise ValueError(f"balance={balance:g} is for probabilities, and score={self.score!r} gives none.")
+            raise ValueError(
+                f"balance={balance:g} is not recorded, only {', '.join(f'{b:g}' for b in self.balances)}: ask for one"
+                f" of these, or calibrate with `avgk calibrate MODEL DATASET --balance {balance:g}`."
+            )
+        return found
 
     @classmethod
     def store(
@@ -122,6 +166,8 @@ class Calibration:
         head_thresholds: Mapping[str, Mapping[float, float]] | None = None,
         coverage: Mapping[str, Any] | None = None,
         curve: list[list[float]] | None = None,
+        balances: Mapping[float, Mapping[str, Any]] | None = None,
+        **about_balances: Any,
     ) -> "Calibration":
         """Write what a pass found to a config of any class.
 
@@ -133,9 +179,12 @@ class Calibration:
             head_thresholds: {head: {K: lambda_val}} of every head, so that all can be compared on other data.
             coverage: What `conformal.coverage_record` made of the same images.
             curve: What `SetStatistics.curve` made of them.
+            balances: {balance: the same by name, and `head`, that of coverage and curve}, for others than 0.
+            about_balances: With them `prevalence` and `tradeoff`.
         """
-        details = {"head_thresholds": {head: _plain(part) for head, part in (head_thresholds or {}).items()}}
-        details |= {"coverage": coverage, "curve": curve}
+        details = {"head_thresholds": head_thresholds, "coverage": coverage, "curve": curve}
+        parts = {f"{balance:g}": _as_stored(part) for balance, part in (balances or {}).items()}
+        details = {**_as_stored(details), "balances": parts, **about_balances}
         heads = heads or (dict.fromkeys(thresholds, "ml") if getattr(config, "head", "ml") == "auto" else {})
         if heads or hasattr(config, "heads"):
             config.heads = {k_key(k): head for k, head in sorted(heads.items())}
@@ -158,12 +207,20 @@ class Calibration:
     @classmethod
     def keep_head(cls, config: Any, head: str) -> None:
         """Make a config that of a model with one head, `head`, which from now on is its ML head."""
-        found = cls.of(config)
-        own = {k: found.threshold(k) for k in found.ks}
+        found = cls.of(config).at(0)
+
+        def kept(view: Calibration) -> dict[str, Any]:
+            details = ("coverage", "curve") if view.source_head == head else ()
+            thresholds = {k: view.threshold(k) for k in view.ks}
+            return {"thresholds": thresholds} | {name: getattr(view, name) for name in details}
+
+        views = {balance: kept(found.at(balance)) for balance in found.balances}
+        own = views.pop(0.0)
         config.head = "ml"
         if found.ks or found.source:
-            details = (found.coverage, found.curve) if found.source_head == head else (None, None)
-            cls.store(config, own, {**found.source, "head": "ml"}, None, None, *details)
+            further = {name: getattr(found, name) for name in ("prevalence", "tradeoff")}
+            balances = {balance: {**part, "head": "ml"} for balance, part in views.items()}
+            cls.store(config, source={**found.source, "head": "ml"}, balances=balances, **own, **further)
         config.heads = {}
 
     def threshold(self, k: float | None = None) -> float:
@@ -216,7 +273,11 @@ class Calibration:
 
     def scores(self, logits: Any, sccp_logits: Any = None, head: str = "ml") -> Any:
         """The scores (n, L) of one head that its thresholds are for; -inf for classes that are left out."""
-        return head_scores(logits, sccp_logits, head, self.score, self.classes)
+        return self.balanced(head_scores(logits, sccp_logits, head, self.score, self.classes))
+
+    def balanced(self, scores: Any) -> Any:
+        """Scores (n, L) of balance 0 as those of this balance."""
+        return scores if self.weights is None else scores * self.weights.to(scores.device)
 
     def levels(self, method: str = "lac", per_class: bool = False) -> list[float]:
         """The coverage levels that can be asked for, ascending; none where another head answers than was measured."""
@@ -230,6 +291,13 @@ class Calibration:
 
     def answer(self, question: Question) -> Answer:
         """How a question is answered; one that this calibration cannot answer is refused."""
+        if question.balance not in (None, self.balance):
+            return self.at(question.balance).answer(question)
+        if self._lost and question.balance is None:
+            raise ValueError(
+                f"the model's own balance is {self._lost:g}, and what was calibrated for it is not in {FILE}: restore"
+                " that file, ask with `balance=0`, or calibrate again."
+            )
         found = self._answers.get(question)
         if found is None:
             if len(self._answers) >= MOST_ANSWERS:
@@ -243,6 +311,7 @@ class Calibration:
                 f"min_size={question.min_size} must be a whole number in [0, {self.num_answers}], the classes."
             )
         bounds = {"min_size": question.min_size, "max_size": question.max_size}
+        bounds["normalise"] = self.weights is not None
         if question.coverage is not None:
             return self._by_coverage(question, bounds)
         if question.cumulative is not None:
@@ -255,9 +324,8 @@ class Calibration:
 
     def _by_coverage(self, question: Question, bounds: dict[str, Any]) -> Answer:
         level, method, head = level_key(question.coverage), METHODS[question.method], self.head()
-        again = (
-            f"calibrate with `avgk calibrate MODEL DATASET --coverage {level}{' --per-class' * question.per_class}`"
-        )
+        option = " --per-class" if question.per_class else ""
+        again = f"calibrate with `avgk calibrate MODEL DATASET --coverage {level}{option}`"
         if not self.coverage:
             raise ValueError(f"this model is not calibrated for any coverage: {again}.")
         if method.sums:
@@ -276,8 +344,11 @@ class Calibration:
             )
         if question.per_class:
             own, pooled = found[level]["own"], found[level]["pooled"]
-            lambdas = np.array([own.get(str(j), pooled) for j in range(self.num_labels)], np.float32)
-            return Answer(head, partial(at_least, lambdas), None, **bounds)
+            lambdas = np.array([own.get(str(j), pooled) for j in range(self.num_labels)])
+            if question.per_class is not True:
+                of_all, share = self.coverage.get("lac", {}).get(level, pooled), float(question.per_class)
+                lambdas = share * lambdas + (1 - share) * of_all
+            return Answer(head, partial(at_least, lambdas.astype(np.float32)), None, **bounds)
         most, record = method.sign * found[level], self.coverage
 
         def inside(scores: Any, before: Any, position: Any) -> Any:
@@ -299,29 +370,6 @@ class Calibration:
             )
         return check_k(self.k if k is None else k, self.num_answers)
 
-    def _checked(self, thresholds: Any, name: str) -> dict[float, float]:
-        """Thresholds {K as text: lambda_val} that were not edited or damaged, by number."""
-        if not isinstance(thresholds, Mapping):
-            raise ValueError(f"{name}={thresholds!r} must map K to lambda_val, e.g. `{{'2': 0.1}}`.")
-        found = {}
-        for key, lambda_val in thresholds.items():
-            try:
-                found[check_k(float(key), self.num_answers)] = lambda_val
-            except (ValueError, TypeError) as error:
-                raise ValueError(f"{name} has the key {key!r}: {error}") from None
-            if not is_number(lambda_val) or math.isinf(lambda_val):
-                reason = "is not a finite number"
-            elif self.probabilities and not 0 <= lambda_val <= 1:
-                reason = f"is no probability, and score={self.score!r} gives probabilities"
-            else:
-                continue
-            raise ValueError(
-                f"{name}[{key!r}]={lambda_val!r} {reason}. Take the field out of"
-                f" {'config.json' if name.startswith('config') else FILE} and calibrate again: `avgk calibrate MODEL"
-                " DATASET`."
-            )
-        return found
-
     def _checked_heads(self, heads: Mapping[str, str]) -> dict[float, str]:
         if self._head == "auto":
             for key in map(k_key, self.ks):
@@ -329,63 +377,18 @@ class Calibration:
                     raise ValueError(f"config.heads[{key!r}]={heads.get(key)!r}; choose among {list(HEADS)}.")
         return {float(key): head for key, head in heads.items()}
 
-    def _check_curve(self) -> None:
-        try:
-            rows = {k_key(row[0]): row[1] for row in self.curve}
-            if not all(len(row) == 5 and all(map(is_number, row)) for row in self.curve):
-                raise ValueError
-        except (TypeError, ValueError, IndexError, KeyError, OverflowError):
-            raise ValueError("calibration.curve is damaged: calibrate again with `avgk calibrate`.") from None
-        self._checked(rows, "calibration.curve")
-
 
 def _plain(thresholds: Mapping[float, float]) -> dict[str, float]:
     return {k_key(k): float(lambda_val) for k, lambda_val in sorted(thresholds.items())}
 
 
-def save_details(config: Any, folder: str | Path) -> None:
-    """Write calibration.json beside config.json, or remove one that is out of date."""
-    path, record = Path(folder, FILE), getattr(config, "calibration", None) or {}
-    found = {name: record[name] for name in DETAILS if record.get(name)}
-    if getattr(config, "train_counts", None):
-        found["train_counts"] = config.train_counts
-    if found:
-        write_text(path, json.dumps({"num_labels": config.num_labels, **found}) + "\n")
-    else:
-        path.unlink(missing_ok=True)
-
-
-def load_details(config: Any, name: str | Path, /, **hub: Any) -> None:
-    """Add what calibration.json holds to the config, if it and config.json beside it are of the same classes.
-
-    Args:
-        config: What config.json gave.
-        name: Folder or Hub id.
-        hub: Where on the Hub, as `from_pretrained` takes it; other arguments are left out.
-    """
-    if set(DETAILS) & set(getattr(config, "calibration", None) or ()):  # loaded before
-        return
-    where = {key: value for key, value in hub.items() if key in HUB and value is not None}
-    if Path(name).is_dir():
-        path = Path(name, where.get("subfolder", ""), FILE)
-        path = path if path.is_file() else None
-    else:
-        silent = ("missing_entries", "connection_errors", "gated_repo")
-        path = cached_file(str(name), FILE, **{f"_raise_exceptions_for_{case}": False for case in silent}, **where)
-    if path is None:
-        return
-    found, beside = read_json(Path(path)), Path(path).with_name("config.json")
-    labels = read_json(beside).get("id2label") if beside.is_file() else None
-    if found.get("num_labels") != config.num_labels or not same_labels(labels or config.id2label, config.id2label):
-        return
-    unknown = set(found) - {"num_labels", "train_counts", *DETAILS}
-    if unknown:
-        raise ValueError(f"{path} has the unknown field {sorted(unknown)[0]!r}: calibrate again.")
-    if "train_counts" in found:
-        config.train_counts = check_counts(f"{path}: train_counts", found["train_counts"], config.num_labels)
-    if getattr(config, "calibration", None) is not None:
-        config.calibration = {**config.calibration, **{name: found[name] for name in DETAILS if name in found}}
-    try:
-        Calibration.of(config)
-    except ValueError as error:
-        raise ValueError(f"{path}: {error}") from None
+def _as_stored(part: Mapping[str, Any]) -> dict[str, Any]:
+    """What was calibrated for one balance, with K as text; what is empty is left out."""
+    found = {name: value for name, value in part.items() if value}
+    if "thresholds" in found:
+        found["thresholds"] = _plain(found["thresholds"])
+    if "heads" in found:
+        found["heads"] = {k_key(k): head for k, head in sorted(found["heads"].items())}
+    if "head_thresholds" in found:
+        found["head_thresholds"] = {head: _plain(of_head) for head, of_head in found["head_thresholds"].items()}
+    return found

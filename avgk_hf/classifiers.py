@@ -19,10 +19,11 @@ from transformers import (
 )
 
 from .backbones import bounded, check_architecture, check_model_args, known_cfg
-from .calibration import FIELDS, Calibration, load_details, save_details
+from .calibration import FIELDS, Calibration
 from .checks import check_nesting, read_json
 from .configuration import CUSTOM_PIPELINES, AvgKConfig, check_dtype, check_labels, readable_json
 from .data.transforms import ImageTransform, ProcessorTransform
+from .details import load_details, save_details
 from .files import copy_file, write_text
 from .modeling import AvgKForImageClassification, code_files
 from .pipeline import TASK, check_processor
@@ -134,12 +135,14 @@ def forward(model: PreTrainedModel, pixel_values: Tensor) -> Any:
     return model(pixel_values.to(model.device, model.dtype), return_dict=True)
 
 
-def model_scores(model: PreTrainedModel, pixel_values: Tensor, k: float | None = None) -> Tensor:
+def model_scores(
+    model: PreTrainedModel, pixel_values: Tensor, k: float | None = None, balance: float | None = None
+) -> Tensor:
     """The scores (B, L) of any classifier that are compared with lambda_val."""
     if isinstance(model, AvgKForImageClassification):
-        return model.scores(pixel_values, k)
+        return model.scores(pixel_values, k, balance)
     with torch.no_grad():
-        return Calibration.of(model.config).scores(forward(model.eval(), pixel_values).logits)
+        return Calibration.of(model.config).at(balance).scores(forward(model.eval(), pixel_values).logits)
 
 
 def write_thresholds(model: PreTrainedModel, folder: str | Path) -> None:

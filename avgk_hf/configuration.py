@@ -17,8 +17,9 @@ from transformers import PreTrainedConfig
 from transformers.utils import logging
 
 from .backbones import MOST_LABELS, check_architecture, check_model_args, known_cfg
-from .calibration import FIELDS, Calibration, load_details, save_details
+from .calibration import FIELDS, Calibration
 from .checks import check_choice, check_counts, is_hub_id, is_number, plain, read_json, same_labels
+from .details import load_details, save_details
 from .files import new_file
 from .scores import HEADS, SCORES
 from .sets import check_k

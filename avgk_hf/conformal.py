@@ -19,6 +19,16 @@ be far above c. They need scores that sum to 1, so `score="softmax"`. LAC per cl
 class, and so holds for every class; classes with too few images, r > n, share the q of all their images (pooled), or
 of all images where these are too few: for them it holds on average.
 
+**Rare classes.** Per class the sets are large, because rare classes have high q. Two ways lie between, both of Ding,
+Fermanian and Salmon, *Conformal Prediction for Long-Tailed Classification* (2025). Prevalence-adjusted LAC is LAC of
+balanced scores with balance 1, e = -p_y / pi_y (`scores.balance_weights`): with true probabilities no other sets of
+its average size have a better mean over classes, and its guarantee is that of LAC. And thresholds between q of all
+images and q_y per class,
+
+    w q_y + (1 - w) q,    w in [0, 1],
+
+give sets that hold the true class with probability 1 - 2 (1 - c) at least: what is missed is missed by q or by q_y.
+
 All of it supposes that nothing was chosen on the n images. The best of several checkpoints, or of the heads
 (`head="auto"`), is a choice; for the exact guarantee calibrate on images that were not used for one.
 
@@ -108,13 +118,16 @@ def level_key(level: float) -> str:
     return str(float(plain(level)))
 
 
-def question_name(level: float, method: str = "lac", per_class: bool = False) -> str:
+def question_name(level: float, method: str = "lac", per_class: bool | float = False) -> str:
     """What a coverage that was measured is called in metrics: the level, and how it was reached.
 
     >>> question_name(0.9), question_name(0.9, "aps"), question_name(0.9, per_class=True)
     ('0.9', 'aps_0.9', 'per_class_0.9')
+    >>> question_name(0.9, per_class=0.5)
+    'per_class_0.5_0.9'
     """
-    return ("per_class_" if per_class else f"{method}_" * (method != "lac")) + level_key(level)
+    weight = "" if per_class in (True, False) else f"{per_class:g}_"
+    return (f"per_class_{weight}" if per_class else f"{method}_" * (method != "lac")) + level_key(level)
 
 
 def conformal_rank(level: float, num_examples: int) -> int:

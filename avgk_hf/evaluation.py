@@ -4,11 +4,9 @@ It serves our model, classifiers of other packages and ONNX graphs, labelled ima
 trainer, commands, study and export. No score matrix is kept: O(K n) memory.
 """
 
-import datetime
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
-import numpy as np
 import torch
 from accelerate.data_loader import BatchSamplerShard
 from datasets import Dataset
@@ -19,174 +17,18 @@ from transformers import PreTrainedModel, default_data_collator
 from .calibration import Calibration
 from .checks import check_choice, check_whole
 from .classifiers import best_device, forward, transform_for
-from .conformal import METHODS, question_name
+from .collecting import Evaluation
+from .conformal import METHODS
 from .data import prepare, skip_bad_images
 from .data.classes import Labels, align_classes
 from .data.datasets import ON_BAD_IMAGE
 from .losses import make_loss
 from .modeling import AvgKForImageClassification
 from .monitor import SetSizeMonitor
-from .processes import gather_list, rank, sum_over_processes, world_size
-from .questions import Question
-from .scope import check_asked, evaluated_levels, evaluated_sizes, stored_thresholds
-from .scores import HEADS, SUM_TO_ONE, NotFinite, all_scores, head_logits, wide
-from .sets import metric_name
-from .statistics import SetStatistics, sizes_only
-
-
-class Evaluation:
-    """What one pass over n images collects about one model: statistics of every head, the loss, and sets.
-
-    Args:
-        config: The model's config.
-        num_examples: n.
-        ks: Average set sizes.
-        calibrate: Whether the thresholds come from these images, or from the config's calibration.
-        levels: Coverage levels to calibrate, or to measure.
-        method: How the coverage that is measured is reached.
-        per_class: Whether to calibrate thresholds of each class too, or to measure with them.
-        score: What is thresholded, if not what the config says.
-        thresholds: {head: {K: lambda_val}} in place of those of the calibration.
-        keep_sets: Whether to keep the sets of the model's own K.
-        classes: To calibrate for sets of these only, as in `score`.
-    """
-
-    def __init__(
-        self,
-        config: Any,
-        num_examples: int,
-        ks: Sequence[float],
-        calibrate: bool = False,
-        levels: Iterable[float] = (),
-        method: str = "lac",
-        per_class: bool = False,
-        score: str | None = None,
-        thresholds: Mapping[str, Mapping[float, float]] | None = None,
-        keep_sets: bool = False,
-        classes: list[int] | None = None,
-    ) -> None:
-        if num_examples == 0:
-            raise ValueError("the dataset to evaluate is empty.")
-        self.config, self.num_examples, self.calibrate = config, num_examples, calibrate
-        self.levels, self.per_class = list(levels), per_class
-        self.classes = classes if calibrate else Calibration.of(config).classes
-        self.score = score or getattr(config, "score", "softmax")
-        # all metrics of a classifier without a K of its own are named by their K
-        self.own_k: float | None = getattr(config, "k", None)
-        heads = HEADS if getattr(config, "sccp_head", False) else HEADS[:1]
-        counts = getattr(config, "train_counts", None)
-        answering, answers, self.answer = set(heads), {}, None
-        if calibrate:
-            given: Mapping[str, Any] = dict.fromkeys(heads)
-        elif thresholds is not None:
-            given = thresholds
-        else:
-            calibration = Calibration.of(config)
-            given, answering = stored_thresholds(calibration, heads, ks), {calibration.head()}
-            how = {"method": method, "per_class": per_class}
-            asked = {question_name(c, **how): Question(coverage=c, **how) for c in self.levels}
-            answers = {name: calibration.answer(question) for name, question in asked.items()}
-            self.answer = calibration.answer(Question())
-        sums = calibrate and self.score in SUM_TO_ONE and bool(self.levels)
-        self.statistics = {
-            head: SetStatistics(
-                ks if of_head is None else list(of_head),
-                num_examples,
-                of_head,
-                counts,
-                mass=sums and (head in answering),
-                answers=answers if head in answering else None,
-            )
-            for head, of_head in given.items()
-        }
-        self.sets: list[tuple[int, list[list[int]]]] | None = [] if keep_sets else None
-        self.labelled, self.loss_sum, self._results = True, 0.0, None
-
-    def update(self, output: Any, labels: torch.Tensor | None, first: int, loss: torch.Tensor | None = None) -> None:
-        """Take in one batch.
-
-        Args:
-            output: Of the model, with the logits (b, L) of its heads as in `head_logits`.
-            labels: True classes (b,), or None.
-            first: Position of the first image among the n.
-            loss: Mean over the batch.
-        """
-        scores = all_scores(*head_logits(output), self.score, first, self.classes)
-        for head, statistics in self.statistics.items():
-            statistics.update(scores[head], None if labels is None else labels.to(scores[head].device), first)
-        self.labelled &= labels is not None
-        if self.sets is not None:
-            self.sets.append((first, self.answer.classes(scores[self.answer.head])))
-        if loss is not None:
-            self.loss_sum += loss.detach().to(wide(loss.device)) * len(output.logits)
-
-    def merge(self, device: torch.device | str) -> None:
-        """Exchange what the processes collected, so that each has the whole."""
-        self.labelled = sum_over_processes(float(not self.labelled), device) == 0
-        self.loss_sum = sum_over_processes(float(self.loss_sum), device)
-        for statistics in self.statistics.values():
-            statistics.labelled = self.labelled
-            statistics.merge_processes(device)
-        if self.sets is not None:
-            self.sets = sorted(gather_list(self.sets))
-
-    @property
-    def results(self) -> dict[str, dict[float, dict[str, float]]]:
-        """{head: {K: metrics}}."""
-        if self._results is None:
-            self._results = {head: statistics.compute() for head, statistics in self.statistics.items()}
-        return self._results
-
-    def lambdas(self) -> dict[str, dict[float, float]]:
-        """{head: {K: lambda_val}}."""
-        return {head: {k: of_k["lambda_val"] for k, of_k in found.items()} for head, found in self.results.items()}
-
-    def best_head(self, k: float) -> str:
-        """The head with the highest accuracy on these images."""
-        return max(self.results, key=lambda head: self.results[head][k]["average_k_accuracy"])
-
-    def store(self, **source: Any) -> Calibration:
-        """Write the thresholds to the config, and for `head="auto"` the head that is best on these images."""
-        config, results = self.config, self.results
-        ks, head, two_heads = list(results["ml"]), getattr(config, "head", "ml"), hasattr(config, "head")
-        chosen = {k: self.best_head(k) if head == "auto" else head for k in ks}
-        own = chosen[min(ks) if self.own_k is None else self.own_k]
-        statistics, lambdas = self.statistics[own], self.lambdas()
-        today = datetime.datetime.now(datetime.timezone.utc).date().isoformat()
-        source |= {} if self.classes is None else {"classes": self.classes}
-        return Calibration.store(
-            config,
-            {k: lambdas[head][k] for k, head in chosen.items()},
-            {"num_examples": self.num_examples, **source, "date": today, **({"head": own} if two_heads else {})},
-            heads=chosen if head == "auto" else None,
-            head_thresholds=lambdas if len(lambdas) > 1 else None,
-            coverage=statistics.coverage(self.levels, self.per_class, min(ks) if self.own_k is None else self.own_k),
-            curve=statistics.curve(),
-        )
-
-    def metrics(self) -> dict[str, float]:
-        """What is reported: of the head that answers, with `@K` behind the name for every K but the model's own."""
-        calibration, results, metrics = Calibration.of(self.config), self.results, {}
-        ks = list(dict.fromkeys(k for of_k in results.values() for k in of_k))
-        if self.labelled:
-            first = ks[0] if self.own_k is None else self.own_k
-            metrics["top1_accuracy"] = results[calibration.head(first)][first]["top1_accuracy"]
-        for k in ks:
-            for name, value in results[calibration.head(k)][k].items():
-                if name != "top1_accuracy":  # the same for every K
-                    metrics[metric_name(name, k, self.own_k)] = value
-            if len(results) > 1 and self.labelled:
-                for head in results:
-                    if k in results[head]:
-                        accuracy = results[head][k]["average_k_accuracy"]
-                        metrics[metric_name(f"average_k_accuracy_{head}", k, self.own_k)] = accuracy
-        if self.labelled:
-            metrics |= self.statistics[calibration.head()].coverage_metrics()
-        return metrics
-
-    def set_sizes(self, k: float) -> np.ndarray:
-        """The set size (n,) of every image at the threshold of `k`."""
-        return self.statistics[Calibration.of(self.config).head(k)].set_sizes(k)
+from .processes import rank, world_size
+from .scope import Balancing, check_asked, evaluated_levels, evaluated_sizes
+from .scores import PROBABILITIES, NotFinite, head_logits, score
+from .statistics import MeanScores, sizes_only
 
 
 @torch.no_grad()
@@ -250,6 +92,8 @@ def evaluate(
     monitor: SetSizeMonitor | None = None,
     labels: Labels = "name",
     classes_from_dataset: bool = False,
+    balance: float | str | None = None,
+    **balancing: Any,
 ) -> dict[str, float]:
     """Evaluate a classifier on one split of `load_splits`, in one streaming pass.
 
@@ -265,36 +109,114 @@ def evaluate(
         coverage: Coverage levels to calibrate (default: 0.9, 0.95 and 0.99, as far as there are images enough), or to
             report (default: all that are recorded).
         method: How the coverage that is reported is reached, as in `Question`.
-        per_class: Whether to calibrate the thresholds of each class too, or to answer with them.
+        per_class: Whether to calibrate the thresholds of each class too, or to answer with them, as in `Question`.
         monitor: Takes in the set sizes of its K, in random order, because folders are read class by class. Not for
             calibrating, where the sizes are K by construction. Images without labels always have one.
         labels: How the dataset's classes are matched to the model's, as in `match_classes`.
         classes_from_dataset: Calibrate for sets that hold classes of the dataset only, and K of these.
+        balance: As in `Question`; to calibrate, what will be the model's own, or `"auto"`.
+        balancing: To calibrate also `prevalence`, `give_up` and `select_by`, as in `calibrated_balances`.
 
     Returns:
         The metrics, as `AvgKTrainer.evaluate` names them, without prefix; with `"skip"` also how many are `skipped`.
     """
-    check_whole("batch_size", batch_size, 1)
-    check_whole("num_workers", num_workers)
-    check_choice("on_bad_image", on_bad_image, ON_BAD_IMAGE)
-    check_choice("method", method, METHODS)
-    config, labelled, k, skipped = model.config, "label" in dataset.column_names, list(k), {}
+    run, labelled = {"batch_size": batch_size, "num_workers": num_workers}, "label" in dataset.column_names
     by_coverage = coverage is not None or per_class or method != "lac"
-    check_asked(labelled, calibrate, monitor is not None, by_coverage)
-    if on_bad_image == "skip":  # before anything is computed, because the threshold depends on the number of images
-        dataset, number = skip_bad_images(dataset, str(dataset.split or dataset_name or "the dataset"), num_workers)
-        skipped = {"skipped": number}
-    dataset, classes = align_classes(dataset, config, labels, calibrate, classes_from_dataset)
+    check_asked(labelled, calibrate, monitor is not None, by_coverage, balancing)
+    check_choice("method", method, METHODS)
+    dataset, skipped = _readable(dataset, dataset_name, on_bad_image, **run)
+    dataset, classes = align_classes(dataset, model.config, labels, calibrate, classes_from_dataset)
     if not labelled:
-        monitor = monitor or SetSizeMonitor.from_config(config, *k[:1])
-    watched = None if monitor is None else monitor.k
-    ks = evaluated_sizes(config, k, calibrate, labelled, watched, len(classes or config.id2label))
-    levels = evaluated_levels(config, coverage, calibrate, len(dataset), method, per_class) if labelled else []
-    evaluation = Evaluation(config, len(dataset), ks, calibrate, levels, method, per_class, classes=classes)
-    run_model(model, dataset, [evaluation], batch_size, num_workers, "calibrate" if calibrate else "evaluate")
+        monitor = monitor or SetSizeMonitor.from_config(model.config, *list(k)[:1], balance=balance)
+    how = {"method": method, "per_class": per_class, "classes": classes, "balance": None if calibrate else balance}
+    if calibrate:
+        how["balancing"] = calibrated_balances(model, dataset, classes, balance, run=run, **balancing)
+    evaluation = _plan(model.config, dataset, list(k), calibrate, coverage, monitor, how)
+    run_model(model, dataset, [evaluation], **run, description="calibrate" if calibrate else "evaluate")
     if calibrate:
         evaluation.store(dataset=dataset_name, split=str(dataset.split or "validation"))
     return {**_reported(evaluation, isinstance(model, AvgKForImageClassification), monitor), **skipped}
+
+
+def _readable(
+    dataset: Dataset, name: str | None, on_bad_image: str, batch_size: int, num_workers: int
+) -> tuple[Dataset, dict[str, int]]:
+    """The images that can be read, and how many were left out, if that is allowed."""
+    check_whole("batch_size", batch_size, 1)
+    check_whole("num_workers", num_workers)
+    if check_choice("on_bad_image", on_bad_image, ON_BAD_IMAGE) == "error":
+        return dataset, {}
+    # before anything is computed, because the threshold depends on the number of images
+    dataset, number = skip_bad_images(dataset, str(dataset.split or name or "the dataset"), num_workers)
+    return dataset, {"skipped": number}
+
+
+def _plan(
+    config: Any,
+    dataset: Dataset,
+    k: list[float],
+    calibrate: bool,
+    coverage: Iterable[float] | None,
+    monitor: SetSizeMonitor | None,
+    how: dict[str, Any],
+) -> Evaluation:
+    """What is collected; a question that cannot be answered is refused."""
+    labelled, watched = "label" in dataset.column_names, None if monitor is None else monitor.k
+    ks = evaluated_sizes(config, k, calibrate, labelled, watched, len(how["classes"] or config.id2label))
+    asked = {name: how[name] for name in ("method", "per_class", "balance")}
+    levels = evaluated_levels(config, coverage, calibrate, len(dataset), **asked) if labelled else []
+    return Evaluation(config, len(dataset), ks, calibrate, levels, **how)
+
+
+def calibrated_balances(
+    model: PreTrainedModel,
+    dataset: Dataset,
+    classes: list[int] | None,
+    own: float | str | None = None,
+    prevalence: Iterable[float] | None = None,
+    run: Mapping[str, int] | None = None,
+    **further: Any,
+) -> Balancing:
+    """The balances that a calibration computes: 0, 0.5, 1 and the model's own, where the prevalence is known.
+
+    It is what is given, that of the training images in the config, or that of the calibration before. A model of
+    which none is known is asked, if it is to have a balance: for its mean probabilities on these images, in a pass of
+    its own.
+
+    Args:
+        model: The model.
+        dataset: Its images, with the model's classes.
+        classes: Those that sets are restricted to, or None.
+        own: The model's own balance, or `"auto"`; default: what it is.
+        prevalence: Shares or numbers of images of each class, (L,), above 0.
+        run: Arguments of `run_model`.
+        further: `give_up` and `select_by`, as in `Balancing`.
+    """
+    config, before = model.config, Calibration.of(model.config)
+    own = before.balance if own is None else own
+    known = prevalence is not None or getattr(config, "train_counts", None)
+    if not known and before.prevalence:
+        known = prevalence = before.prevalence
+        further = {**further, "prevalence_from": before.source.get("prevalence_from")}
+    if own and not known and getattr(config, "score", "softmax") in PROBABILITIES:
+        means = _MeanOutput(config, classes)
+        run_model(model, dataset, [means], description="prevalence", **(run or {}))
+        prevalence, further = means.scores.prevalence(), {**further, "prevalence_from": "estimated"}
+    return Balancing.of(config, own, prevalence, **further)
+
+
+class _MeanOutput:
+    """Collects the mean scores of a model in the loop."""
+
+    def __init__(self, config: Any, classes: list[int] | None) -> None:
+        self.config, self.classes, self.scores = config, classes, MeanScores()
+
+    def update(self, output: Any, labels: torch.Tensor | None, first: int, loss: torch.Tensor | None = None) -> None:
+        kind = getattr(self.config, "score", "softmax")
+        self.scores.update(score(head_logits(output)[0], kind, first, self.classes))
+
+    def merge(self, device: torch.device | str) -> None:
+        self.scores.merge_processes(len(self.config.id2label), device)
 
 
 def _reported(evaluation: Evaluation, has_loss: bool, monitor: SetSizeMonitor | None) -> dict[str, float]:

@@ -52,19 +52,27 @@ class SetClassifier(nn.Module):
         heads: One or two linear layers on the features; the mean of two heads' scores counts.
         kind: As in `score`.
         classes: As in `score`.
+        weights: Of a balance, (L,), or None.
     """
 
     def __init__(
-        self, backbone: nn.Module, heads: list[nn.Module], kind: str, classes: list[int] | None = None
+        self,
+        backbone: nn.Module,
+        heads: list[nn.Module],
+        kind: str,
+        classes: list[int] | None = None,
+        weights: Tensor | None = None,
     ) -> None:
         super().__init__()
         self.backbone, self.heads, self.kind, self.classes = backbone, nn.ModuleList(heads), kind, classes
+        self.register_buffer("weights", weights)
 
     def forward(self, pixel_values: Tensor, lambda_val: Tensor) -> tuple[Tensor, Tensor]:
         """Scores (b, L) in float32 and the sets (b, L) as a mask."""
         features = self.backbone(pixel_values)  # (b, d)
         logits = [head(features).float() for head in self.heads]
         scores = sum(restricted(each, self.kind, self.classes) for each in logits) / len(logits)  # (b, L)
+        scores = scores if self.weights is None else scores * self.weights
         best = torch.arange(scores.shape[-1], device=scores.device) == scores.argmax(-1, keepdim=True)
         return scores, (scores >= lambda_val) | best
 
@@ -80,12 +88,13 @@ class _Logits(nn.Module):
         return self.model(pixel_values).logits
 
 
-def exportable(model: PreTrainedModel, k: float | None = None) -> SetClassifier:
+def exportable(model: PreTrainedModel, k: float | None = None, balance: float | None = None) -> SetClassifier:
     """A copy of a calibrated classifier as one module from pixels to sets, in float32 and without unused heads.
 
     Args:
         model: An `AvgKForImageClassification`, or any calibrated classifier of transformers.
         k: The average set size whose head answers, which matters for `head="auto"`; default the model's own.
+        balance: As in `Question`, a constant of the module; default the model's own.
 
     Example:
         >>> model = AvgKForImageClassification.from_timm("test_resnet", num_labels=10, k=2, image_size=32)
@@ -97,13 +106,13 @@ def exportable(model: PreTrainedModel, k: float | None = None) -> SetClassifier:
         >>> sets.sum(1).tolist()
         [10, 10, 10, 10, 10, 10, 10]
     """
-    calibration = Calibration.of(model.config)
-    head = calibration.answer(Question(k=k)).head
+    calibration = Calibration.of(model.config).at(balance)
+    head, how = calibration.answer(Question(k=k)).head, (calibration.classes, calibration.weights)
     if isinstance(model, AvgKForImageClassification):
         heads = {"ml": [model.ml_head], "sccp": [model.sccp_head], "mean": [model.ml_head, model.sccp_head]}[head]
-        module = SetClassifier(model.backbone, heads, model.config.score, calibration.classes)
+        module = SetClassifier(model.backbone, heads, model.config.score, *how)
     else:
-        module = SetClassifier(_Logits(model), [nn.Identity()], calibration.score, calibration.classes)
+        module = SetClassifier(_Logits(model), [nn.Identity()], calibration.score, *how)
     return copy.deepcopy(module).float().cpu().eval().requires_grad_(False)
 
 
@@ -115,6 +124,7 @@ def export_onnx(
     int8: bool = False,
     dataset: Dataset | None = None,
     batch_size: int = 64,
+    balance: float | None = None,
 ) -> dict[str, Any]:
     """Write model.onnx, preprocessor_config.json and export.json, with `int8` also model.int8.onnx.
 
@@ -129,6 +139,7 @@ def export_onnx(
         int8: Whether to write a quantised graph too.
         dataset: Labelled images on which graphs are measured, one split of `load_splits`.
         batch_size: Images per run of the graph on them.
+        balance: As in `exportable`.
 
     Returns:
         What export.json holds: inputs, opset, thresholds, sizes of the files, and what was measured.
@@ -138,21 +149,20 @@ def export_onnx(
             importlib.import_module(name)
         except ImportError as error:
             raise ImportError(f"the export needs {name} ({error}): `pip install 'avgk_hf[onnx]'`.") from error
-    module, transform, processor = exportable(model, k), transform_for(model), _processor(model)
+    module, transform, processor = exportable(model, k, balance), transform_for(model), _processor(model)
     shape = tuple(transform.image(Image.new(transform.mode, (64, 64))).shape)  # (C, H, W)
     check_output_dir(out, "--out")
-    report = _what_is_served(model, k, shape)
-    k, lambda_val = report["k"], report["thresholds"][k_key(report["k"])]
-    program = _to_onnx(module, shape, lambda_val, opset)
+    report = _what_is_served(model, k, shape, balance)
+    program = _to_onnx(module, shape, report["thresholds"][k_key(report["k"])], opset)
     report["opset"] = program.model.opset_imports[""]
     names = {str(i): model.config.id2label[i] for i in range(model.config.num_labels)}
-    known = {name: report[name] for name in ("thresholds", "k", "score", "head", "opset")}
+    known = {name: report[name] for name in ("thresholds", "k", "score", "head", "balance", "opset")}
     for name, value in {**known, "id2label": names, "preprocessing": processor}.items():
         program.model.metadata_props[name] = json.dumps(value, ensure_ascii=False)
     with tempfile.TemporaryDirectory() as work:  # a graph that is refused, or a stop, leaves the folder as it was
         folder = Path(work)
         program.save(folder / MODEL)
-        report["largest_difference"] = _difference(model, module, folder / MODEL, shape, k, lambda_val)
+        report["largest_difference"] = _difference(model, module, folder / MODEL, shape, report)
         if int8:
             _quantise(folder / MODEL, folder / INT8)
         report |= _measured(
@@ -168,9 +178,11 @@ def export_onnx(
     return report
 
 
-def _what_is_served(model: PreTrainedModel, k: float | None, shape: tuple[int, ...]) -> dict[str, Any]:
+def _what_is_served(
+    model: PreTrainedModel, k: float | None, shape: tuple[int, ...], balance: float | None
+) -> dict[str, Any]:
     """Inputs and outputs of the graph, and the K that its head answers for, with their thresholds."""
-    config, calibration = model.config, Calibration.of(model.config)
+    config, calibration = model.config, Calibration.of(model.config).at(balance)
     k = calibration.k if k is None else k
     head, heads = calibration.head(k), {other: calibration.head(other) for other in calibration.ks}
     served = sorted({k, *(other for other in heads if heads[other] == head)})  # also a K in between
@@ -181,6 +193,7 @@ def _what_is_served(model: PreTrainedModel, k: float | None, shape: tuple[int, .
         "k": json.loads(k_key(k)),  # as the keys of the thresholds have it
         "score": calibration.score,
         "head": head,
+        "balance": calibration.balance,
         "thresholds": {k_key(other): calibration.threshold(other) for other in served},
         **({"left_out": left_out} if left_out else {}),
     }
@@ -255,9 +268,10 @@ def _run(session: Any, pixel_values: Tensor, lambda_val: float) -> tuple[np.ndar
 
 
 def _difference(
-    model: PreTrainedModel, module: SetClassifier, path: Path, shape: tuple[int, ...], k: float, lambda_val: float
+    model: PreTrainedModel, module: SetClassifier, path: Path, shape: tuple[int, ...], report: dict[str, Any]
 ) -> float:
     """The largest difference of a score between the model and the graph; a graph that is not the module is refused."""
+    k, balance, lambda_val = report["k"], report["balance"], report["thresholds"][k_key(report["k"])]
     pixels = torch.randn(3, *shape, generator=torch.Generator().manual_seed(0))
     expected, found = module(pixels, torch.tensor(lambda_val))[0].numpy(), _run(_session(path), pixels, lambda_val)[0]
     if not np.allclose(expected, found, rtol=1e-3, atol=1e-4):
@@ -266,7 +280,7 @@ def _difference(
             " model cannot be used as ONNX with the installed versions of torch and onnxruntime."
         )
     inside = np.isfinite(found)  # not of classes that are left out
-    difference = float(np.abs(model_scores(model, pixels, k).cpu().numpy()[inside] - found[inside]).max())
+    difference = float(np.abs(model_scores(model, pixels, k, balance).cpu().numpy()[inside] - found[inside]).max())
     if model.dtype != torch.float32:
         logger.warning(
             f"the model computes in {str(model.dtype).removeprefix('torch.')} and the graph in float32, where scores"
@@ -329,7 +343,7 @@ def describe(report: dict[str, Any], out: str | Path) -> str:
     shape = " x ".join(map(str, report["inputs"]["pixel_values"]))
     lines = [
         f"inputs: pixel_values ({shape}), lambda_val; outputs: scores, set; opset {report['opset']}; head"
-        f" {report['head']}; thresholds for K in {', '.join(report['thresholds'])}",
+        f" {report['head']}; balance {report['balance']:g}; thresholds for K in {', '.join(report['thresholds'])}",
         f"largest difference of a score from torch: {report['largest_difference']:.1e}",
     ]
     lines += [f"left out: K = {key}, because {reason}" for key, reason in report.get("left_out", {}).items()]

@@ -10,12 +10,12 @@ from typing import Any
 from huggingface_hub import CommitOperationAdd, HfApi
 from transformers.utils import logging
 
-from .calibration import FILE
 from .checks import read_json
 from .classifiers import CARRIED, carried_code
 from .configuration import AvgKConfig
 from .files import leads_out
 from .modeling import code_files
+from .records import FILE
 from .shell import masked
 from .weights import check_folder
 

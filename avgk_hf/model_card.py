@@ -21,6 +21,11 @@ from .weights import check_folder
 
 TEMPLATE = Path(__file__).with_name("model_card_template.md")
 CALIBRATED = "This model was not trained for sets: a classifier that existed already was calibrated with avgk_hf."
+FREQUENCIES = {
+    "train": "those of the training images",
+    "given": "given when the model was calibrated",
+    "estimated": "estimated, as the mean probability of each class on the images of the calibration",
+}
 MOST_CLASSES = 10_000  # in the table
 # what the Hub calls licenses that timm's weights have; any other goes there by its name
 LICENSES = "apache-2.0 mit bsd-3-clause cc-by-4.0 cc-by-sa-4.0 cc-by-nc-4.0 cc-by-nc-sa-4.0 cc0-1.0 gemma".split()
@@ -107,6 +112,10 @@ def _calibrated(config: Any, metrics: dict[str, float]) -> dict[str, Any]:
         "restricted": None if calibration.classes is None else len(calibration.classes),
         "heads": _heads(calibration) if getattr(config, "sccp_head", False) else {},
         "curve": calibration.curve,
+        "balance": f"{calibration.balance:g}",
+        "balances": [f"{balance:g}" for balance in calibration.balances],
+        "frequencies": FREQUENCIES.get(record.get("prevalence_from"), "not known"),
+        "tradeoff": calibration.tradeoff,
         "curve_head": calibration.source_head if getattr(config, "head", "ml") == "auto" else None,
         "levels": _levels(describe_coverage(calibration.coverage), metrics),
     }

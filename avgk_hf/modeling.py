@@ -19,8 +19,9 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_IMAGE_CLASSIFICATIO
 from transformers.utils import ModelOutput
 
 from .backbones import create_backbone, feature_width
-from .calibration import Calibration, load_details
+from .calibration import Calibration
 from .configuration import AvgKConfig, installed_losses
+from .details import load_details
 from .files import copy_file, make_folder, replacing, write_text
 from .pipeline import AverageKImageClassificationPipeline  # noqa: F401  (so that it travels with this file)
 from .questions import Question
@@ -41,8 +42,8 @@ class AvgKOutput(ModelOutput):
 
     Args:
         loss: The objective, a scalar; only with labels.
-        logits: Of the head that answers for the model's own K, (B, L); while training, and until the model is
-            calibrated, the ML head Z.
+        logits: Of the head that answers for the model's own K, (B, L), with its own balance, so that they order
+            classes as sets do; while training, and until the model is calibrated, the ML head Z.
         sccp_logits: SCCP head Z', (B, L); None for a model without that head.
         ml_logits: ML head Z, (B, L), where `logits` are not it; losses take it in their place.
         hidden_states: Feature maps of the backbone's stages; only with `output_hidden_states=True`.
@@ -267,9 +268,12 @@ class AvgKForImageClassification(PreTrainedModel):
         logits, second = self.ml_head(features), None if self.sccp_head is None else self.sccp_head(features)
         heads = {"logits": logits, "sccp_logits": second}
         loss = None if labels is None else self._objective()(AvgKOutput(**heads), labels, index)
-        head = "ml" if self.training or not self.config.thresholds else Calibration.of(self.config).head()
-        if head != "ml":
-            heads |= {"logits": answering_logits(logits, second, head, self.config.score), "ml_logits": logits}
+        if self.config.thresholds and not self.training:
+            calibration = Calibration.of(self.config)
+            head, weights = calibration.head(), calibration.weights
+            if head != "ml" or weights is not None:
+                answering = answering_logits(logits, second, head, self.config.score, weights)
+                heads |= {"logits": answering, "ml_logits": logits}
         output = AvgKOutput(loss=loss, **heads, hidden_states=hidden_states)
         return_dict = self.config.return_dict if return_dict is None else return_dict
         return output if return_dict else output.to_tuple()
@@ -306,16 +310,17 @@ class AvgKForImageClassification(PreTrainedModel):
             raise ImportError("a loss needs the installed package: `pip install avgk_hf`.") from error
         return make_loss(self.config)
 
-    def scores(self, pixel_values: Tensor, k: float | None = None) -> Tensor:
+    def scores(self, pixel_values: Tensor, k: float | None = None, balance: float | None = None) -> Tensor:
         """The scores (B, L) in float32 that are compared with lambda_val, in evaluation mode and without gradient.
 
         Args:
             pixel_values: Images (B, C, H, W).
             k: Average set size whose head answers; it matters only for `head="auto"`.
+            balance: As in `Question`; default the model's own.
         """
-        return self._scores(pixel_values, Calibration.of(self.config).head(k))
+        return self._scores(pixel_values, Calibration.of(self.config).at(balance).head(k), balance)
 
-    def _scores(self, pixel_values: Tensor, head: str) -> Tensor:
+    def _scores(self, pixel_values: Tensor, head: str, balance: float | None = None) -> Tensor:
         was_training = self.training
         if was_training:
             self.eval()
@@ -334,7 +339,7 @@ class AvgKForImageClassification(PreTrainedModel):
         finally:
             if was_training:
                 self.train()
-        return Calibration.of(self.config).scores(*head_logits(output), head)
+        return Calibration.of(self.config).at(balance).scores(*head_logits(output), head)
 
     def predict_sets(self, pixel_values: Tensor, k: float | None = None, **question: Any) -> list[list[int]]:
         """The predicted set of each image: class ids, best first.
@@ -343,10 +348,11 @@ class AvgKForImageClassification(PreTrainedModel):
             pixel_values: Images (B, C, H, W).
             k: Average set size, in the range that was calibrated; default `config.k`.
             question: Other questions and bounds, as in `Question`: `coverage` with `method` and `per_class`,
-                `cumulative`, `lambda_val`, `min_size` (0: sets may be empty), `max_size`.
+                `cumulative`, `lambda_val`, `min_size` (0: sets may be empty), `max_size`, `balance`.
         """
-        answer = Calibration.of(self.config).answer(Question(k=k, **question))
-        return answer.classes(self._scores(pixel_values, answer.head))
+        asked = Question(k=k, **question)
+        answer = Calibration.of(self.config).answer(asked)
+        return answer.classes(self._scores(pixel_values, answer.head, asked.balance))
 
     def drop_sccp_head(self) -> "AvgKForImageClassification":
         """Remove the SCCP head, which only training needs, and return the model."""
@@ -372,8 +378,10 @@ class AvgKForImageClassification(PreTrainedModel):
         return self
 
     def _needed_heads(self) -> set[str]:
-        calibration = Calibration.of(self.config)
-        return {calibration.head(k) for k in calibration.ks} if self.config.head == "auto" else {self.config.head}
+        if self.config.head != "auto":
+            return {self.config.head}
+        found = Calibration.of(self.config)
+        return {view.head(k) for view in map(found.at, found.balances) for k in view.ks}
 
 
 def code_files(first: str = "modeling.py") -> dict[str, Path]:

@@ -100,20 +100,23 @@ class SetSizeMonitor:
         self._sums = [[0.0, 0.0, 0.0], [0.0, 0.0, 0.0]]
 
     @classmethod
-    def from_config(cls, config: Any, k: float | None = None, **kwargs: Any) -> "SetSizeMonitor":
+    def from_config(
+        cls, config: Any, k: float | None = None, balance: float | None = None, **kwargs: Any
+    ) -> "SetSizeMonitor":
         """A monitor for a calibrated model of any class.
 
         Args:
             config: The model's config with thresholds.
             k: Average set size, in the calibrated range; default the model's own.
+            balance: Of the sets, as in `Question`; default the model's own.
             kwargs: Further arguments of the class, e.g. `tolerance=0.1`.
         """
-        calibration = Calibration.of(config)
+        calibration = Calibration.of(config).at(balance)
         lambda_val, record = calibration.threshold(k), calibration.source
         k = calibration.k if k is None else k
         number, largest = record.get("num_examples"), calibration.num_answers
         if calibration.score == "softmax" and lambda_val * largest > 1:
-            # probabilities that sum to 1, up to rounding
+            # probabilities that sum to 1, up to rounding, and to less where they are balanced
             largest = min(largest, max(math.floor(k) + 1, math.floor((1 + 1e-4) / lambda_val)))
         known = number if isinstance(number, int) and number > 0 else None
         given = {"num_calibrated": known, "max_size": largest, "source": record.get("dataset")}

@@ -13,7 +13,8 @@ import torch
 from transformers import Pipeline
 
 from .backbones import MOST_SIDE, known_cfg
-from .calibration import Calibration, load_details
+from .calibration import Calibration
+from .details import load_details
 from .images import open_image
 from .monitor import SetSizeMonitor
 from .questions import Question
@@ -33,8 +34,9 @@ class AverageKImageClassificationPipeline(Pipeline):
     their mean leaves K; answers to other questions are not counted. `monitor=False` leaves it out.
 
     A call, and the pipeline itself, takes what `Question` takes: `k`, `coverage` with `method` and `per_class`,
-    `cumulative`, `lambda_val`, `min_size` (default 1) and `max_size`; what a call asks takes the place of what the
-    pipeline was made for. `timeout` are seconds to wait for an image from the web.
+    `cumulative`, `lambda_val`, `min_size` (default 1), `max_size` and `balance`; what a call asks takes the place of
+    what the pipeline was made for. The scores of an answer are those that are thresholded, with a balance the
+    balanced ones. `timeout` are seconds to wait for an image from the web.
 
     Example:
         >>> import PIL.Image
@@ -65,7 +67,7 @@ class AverageKImageClassificationPipeline(Pipeline):
         Calibration.of(config).answer(self.question)
         self.monitor: SetSizeMonitor | None = None
         if monitor and self.question.by_size:
-            self.monitor = SetSizeMonitor.from_config(config, self.question.k)
+            self.monitor = SetSizeMonitor.from_config(config, self.question.k, self.question.balance)
 
     def _sanitize_parameters(
         self, timeout: float | None = None, **asked: Any
@@ -73,7 +75,7 @@ class AverageKImageClassificationPipeline(Pipeline):
         asked = {name: value for name, value in asked.items() if value is not None}
         kept = vars(getattr(self, "question", None) or Question(min_size=1))
         if {"k", "coverage", "cumulative", "lambda_val"} & set(asked):  # another question takes the place of the own
-            kept = {name: kept[name] for name in ("min_size", "max_size", "method", "per_class")}
+            kept = {name: kept[name] for name in ("min_size", "max_size", "method", "per_class", "balance")}
         if {"method", "per_class"} & set(asked) or (kept.get("coverage", asked.get("coverage")) is None):
             kept = {name: value for name, value in kept.items() if name not in ("method", "per_class")}
         return {} if timeout is None else {"timeout": timeout}, {}, {"question": Question(**{**kept, **asked})}
@@ -99,11 +101,12 @@ class AverageKImageClassificationPipeline(Pipeline):
     def postprocess(self, model_outputs: Any, question: Question) -> list[dict[str, Any]]:
         """The set of one image."""
         config = self.model.config
-        calibration = Calibration.of(config)
+        calibration = Calibration.of(config).at(question.balance)
         answer = calibration.answer(question)
         scores = calibration.scores(*head_logits(model_outputs), answer.head)
         classes = answer.classes(scores)[0]
-        if self.monitor is not None and question.by_size and question.k in (None, self.monitor.k):
+        same = self.monitor is not None and question.k in (None, self.monitor.k)
+        if same and question.by_size and question.balance == self.question.balance:
             # K was calibrated without a smallest or largest size
             self.monitor.update([int((scores >= answer.lambda_val).sum())])
         return [{"label": config.id2label[j], "score": scores[0, j].item()} for j in classes]

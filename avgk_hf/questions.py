@@ -13,6 +13,8 @@ from torch import Tensor
 
 from .checks import check_choice, is_number, plain
 from .conformal import METHODS, check_level
+from .records import check_balance
+from .scores import normalised
 from .sets import best_first, check_k
 
 LARGE = 0.01  # a probability that few classes reach: sorting all of them takes longest, and these are usually enough
@@ -29,9 +31,12 @@ class Question:
         lambda_val: A threshold.
         method: How coverage is reached: `"lac"` (smallest sets), `"aps"` or `"raps"` (sizes that follow the difficulty
             of the image).
-        per_class: Reach the coverage in every class, with `"lac"`; in classes with few images, on average over them.
+        per_class: Reach the coverage in every class, with `"lac"`; in classes with few images, on average over them. A
+            weight between 0 and 1 takes thresholds between that of all images and those per class.
         min_size: At least this many classes for each image, the best ones; 0 allows empty sets.
         max_size: At most this many classes for each image, the best of the set. It voids a coverage.
+        balance: From 0, every image counts alike, to 1, every class does; one of those that were calibrated. Default:
+            the model's own.
     """
 
     k: float | None = None
@@ -39,13 +44,14 @@ class Question:
     cumulative: float | None = None
     lambda_val: float | None = None
     method: str = "lac"
-    per_class: bool = False
+    per_class: bool | float = False
     min_size: int = 0
     max_size: int | None = None
+    balance: float | None = None
 
     def __post_init__(self) -> None:
         asked = ("k", "coverage", "cumulative", "lambda_val")
-        for name in (*asked, "min_size", "max_size"):
+        for name in (*asked, "min_size", "max_size", "per_class", "balance"):
             object.__setattr__(self, name, plain(getattr(self, name)))
         asked = [f"{name}={getattr(self, name)!r}" for name in asked if getattr(self, name) is not None]
         if len(asked) > 1:
@@ -60,7 +66,10 @@ class Question:
             )
         if self.k is not None:
             check_k(self.k)
-        check_choice("per_class", self.per_class, (True, False))
+        if self.balance is not None:
+            check_balance(self.balance)
+        if self.per_class not in (True, False) and not (is_number(self.per_class) and 0 < self.per_class < 1):
+            raise ValueError(f"per_class={self.per_class!r} must be true, false, or a weight in (0, 1), e.g. 0.5.")
         check_choice("method", self.method, METHODS)
         if self.per_class and self.method != "lac" and self.coverage is not None:
             raise ValueError(
@@ -93,6 +102,7 @@ class Answer:
         min_size: As in `Question`.
         max_size: As in `Question`.
         lambda_val: The threshold, where one threshold decides.
+        normalise: Whether scores are balanced, and have to be made sum to 1 for a rule by sums.
     """
 
     head: str
@@ -101,6 +111,7 @@ class Answer:
     min_size: int = 0
     max_size: int | None = None
     lambda_val: float | None = None
+    normalise: bool = False
 
     def classes(self, scores: Tensor) -> list[list[int]]:
         """The set of each image of scores (n, L): class ids, best first."""
@@ -124,6 +135,7 @@ class Answer:
         return found if self.max_size is None else found[: self.max_size]
 
     def _by_sums(self, row: np.ndarray) -> np.ndarray:
+        row = normalised(row) if self.normalise else row
         few = (row > LARGE).nonzero()[0]
         best = sorted(zip((-row[few]).tolist(), few.tolist(), strict=True))  # equal scores in the order of their ids
         before, found = 0.0, []

@@ -1,17 +1,105 @@
-"""What an evaluation is about: which set sizes, coverage levels and thresholds; what cannot be asked is refused."""
+"""What an evaluation is about: set sizes, coverage levels, thresholds, balances; what cannot be asked is refused."""
 
-from collections.abc import Iterable
+import math
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 from .calibration import Calibration
-from .checks import plain
+from .checks import check_choice, is_number, plain
 from .conformal import LEVELS, check_enough, check_level, enough_images
 from .questions import Question
+from .records import LEAST_PREVALENCE, check_balance
+from .scores import PROBABILITIES, smoothed_prevalence
 from .sets import check_k, k_key
 
+RECORDED = (0.0, 0.5, 1.0)  # the balances that are calibrated besides the model's own
+GRID = (0.0, 0.25, 0.5, 0.75, 1.0)  # those whose trade-off is shown, and among which "auto" chooses
+SELECT_BY = {"micro": "average_k_accuracy", "macro": "macro_accuracy"}  # what is to be high on validation
 
-def check_asked(labelled: bool, calibrate: bool, monitored: bool, by_coverage: bool) -> None:
+
+@dataclass(frozen=True)
+class Balancing:
+    """Which balances a calibration computes, and which of them answers.
+
+    Args:
+        own: The model's own balance, or `"auto"`: the largest of `GRID` that costs at most `give_up` percentage points
+            of the average-K accuracy on these images, at the model's own K.
+        prevalence: Of the classes, (L,); None where it is not known, and then there is no balance but 0.
+        prevalence_from: `"train"`, `"given"` or `"estimated"`.
+        give_up: As above.
+        select_by: What the best head is best in: `"micro"`, the share of all images, or `"macro"`, the mean over
+            classes.
+    """
+
+    own: float | str = 0.0
+    prevalence: Sequence[float] | None = None
+    prevalence_from: str | None = None
+    give_up: float = 0.5
+    select_by: str = "micro"
+
+    def __post_init__(self) -> None:
+        if self.own != "auto":
+            object.__setattr__(self, "own", check_balance(self.own))
+        check_choice("select_by", self.select_by, SELECT_BY)
+        if not is_number(self.give_up) or not 0 <= self.give_up <= 100:
+            raise ValueError(f"give_up={self.give_up!r} must be percentage points in [0, 100], e.g. 0.5.")
+        if self.own and self.prevalence is None:
+            raise ValueError(
+                f"balance={self.own} needs to know how frequent the classes are, and this model has no record of its"
+                " training images: name them with --prevalence DATASET (`prevalence=`)."
+            )
+
+    @classmethod
+    def of(cls, config: Any, own: float | str = 0.0, prevalence: Any = None, **further: Any) -> "Balancing":
+        """That of a model: the prevalence is what is given, or that of the training images in its config."""
+        score, counts = getattr(config, "score", "softmax"), getattr(config, "train_counts", None)
+        if score not in PROBABILITIES:
+            if own or prevalence is not None:
+                raise ValueError(f"balance={own} is for probabilities, and score={score!r} gives none.")
+            return cls(**further)
+        source = None
+        if prevalence is not None:
+            prevalence, source = given_prevalence(prevalence, len(config.id2label)), "given"
+        elif counts:
+            prevalence, source = smoothed_prevalence(counts), "train"
+        further = {"prevalence_from": source, **further}
+        return cls(own, prevalence, **further)
+
+    @property
+    def recorded(self) -> list[float]:
+        """The balances to be stored, if `"auto"` is settled."""
+        return [0.0] if self.prevalence is None else sorted({*RECORDED, self.own} - {"auto"})
+
+    @property
+    def all(self) -> list[float]:
+        """The balances to be computed."""
+        return [0.0] if self.prevalence is None else sorted({*GRID, *self.recorded})
+
+    def whole(self, balance: float) -> bool:
+        """Whether a balance may be stored, and so needs all that answers by coverage too."""
+        return self.own == "auto" or balance in self.recorded
+
+
+def given_prevalence(prevalence: Any, num_labels: int) -> list[float]:
+    """Numbers or shares of images of each class as shares (L,), all of them above 0; anything else is refused.
+
+    >>> given_prevalence([3, 1], 2)
+    [0.75, 0.25]
+    """
+    values = [plain(value) for value in prevalence]
+    if len(values) != num_labels or not all(is_number(value) and 0 < value < math.inf for value in values):
+        raise ValueError(f"prevalence must hold {num_labels} numbers above 0, one for each class, e.g. counts plus 1.")
+    total = math.fsum(values)
+    return [max(value / total, LEAST_PREVALENCE) for value in values]
+
+
+def check_asked(
+    labelled: bool, calibrate: bool, monitored: bool, by_coverage: bool, balancing: Iterable[str] = ()
+) -> None:
     """Refuse what cannot be asked of one evaluation."""
+    for name in () if calibrate else balancing:
+        raise ValueError(f"{name} says how to calibrate: leave it out of an evaluation.")
     if calibrate and monitored:
         raise ValueError("a monitor compares other images with those of the calibration: evaluate with it afterwards.")
     if calibrate and not labelled:
@@ -40,14 +128,20 @@ def evaluated_sizes(
 
 
 def evaluated_levels(
-    config: Any, coverage: Iterable[float] | None, calibrate: bool, num_examples: int, method: str, per_class: bool
+    config: Any,
+    coverage: Iterable[float] | None,
+    calibrate: bool,
+    num_examples: int,
+    method: str,
+    per_class: bool | float,
+    balance: float | None = None,
 ) -> list[float]:
     """The coverage levels to calibrate or to report; one that was asked for and cannot be had is refused."""
     if calibrate and coverage is None:
         return [level for level in LEVELS if num_examples >= enough_images(level)]
     if calibrate:
         return [check_enough(check_level(level), num_examples) for level in coverage]
-    calibration = Calibration.of(config)
+    calibration = Calibration.of(config).at(balance)
     found = list(map(plain, coverage)) if coverage is not None else calibration.levels(method, per_class)
     if coverage is None and not found and (per_class or method != "lac"):
         found = [LEVELS[0]]  # to be refused with what is missing

@@ -4,9 +4,10 @@ Like the model, this file travels with a saved model as remote code.
 """
 
 import math
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any
 
+import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import Tensor
@@ -26,6 +27,15 @@ MEANS = {
         - torch.logaddexp(F.logsigmoid(-one), F.logsigmoid(-other))
     ),
     "logit": lambda one, other: (one + other) / 2,
+}
+# logits whose score is the balanced score w p of other logits, from log w; for the softmax up to a factor of the image
+BALANCED = {
+    "softmax": lambda logits, log_w: logits + log_w,
+    "sigmoid": lambda logits, log_w: (
+        F.logsigmoid(logits)
+        + log_w
+        - torch.logaddexp(F.logsigmoid(-logits), F.logsigmoid(logits) + (-log_w.expm1()).log())
+    ),
 }
 PROBABILITIES, SUM_TO_ONE = ("softmax", "sigmoid"), ("softmax",)  # what is known of some of them
 HEADS = ("ml", "sccp", "mean")
@@ -111,11 +121,18 @@ def head_logits(output: Any) -> tuple[Tensor, Tensor | None]:
     return found.get("logits") if own is None else own, found.get("sccp_logits")
 
 
-def answering_logits(logits: Tensor, sccp_logits: Tensor, head: str, kind: str) -> Tensor:
-    """Logits (n, L) whose score, as in `score`, is that of `head_scores`; the arguments are those of `all_scores`."""
+def answering_logits(
+    logits: Tensor, sccp_logits: Tensor | None, head: str, kind: str, weights: Tensor | None = None
+) -> Tensor:
+    """Logits (n, L) whose score, as in `score`, is that of `head_scores`; the arguments are those of `all_scores`.
+
+    With the weights (L,) of a balance they order classes as balanced scores do, and the sigmoid of them is these.
+    """
     if head == "mean":
-        return MEANS[kind](logits.float(), sccp_logits.float())
-    return logits if head == "ml" else sccp_logits
+        logits = MEANS[kind](logits.float(), sccp_logits.float())
+    elif head == "sccp":
+        logits = sccp_logits
+    return logits if weights is None else BALANCED[kind](logits.float(), weights.to(logits.device).log())
 
 
 def head_scores(
@@ -156,3 +173,42 @@ def all_scores(
         scores["sccp"] = score(sccp_logits, kind, first, classes)
         scores["mean"] = (scores["ml"] + scores["sccp"]) / 2
     return scores
+
+
+def smoothed_prevalence(counts: Iterable[float]) -> list[float]:
+    """The prevalence pi (L,) of classes with these numbers of images: (n_j + 1) / (n + L), so that none is 0.
+
+    >>> smoothed_prevalence([6, 1, 0])
+    [0.7, 0.2, 0.1]
+    """
+    counts = np.asarray(list(counts), float)
+    return ((counts + 1) / (counts.sum() + len(counts))).tolist()
+
+
+def balance_weights(prevalence: Iterable[float], balance: float) -> Tensor:
+    """The weights w (L,) of a balance b: what is thresholded is the balanced score w_j p_j.
+
+        w_j = (pi_min / pi_j)^b,    pi_j the prevalence of class j, b in [0, 1],
+
+    is 1 / pi_j^b up to a factor that the threshold takes in, so that balanced probabilities stay in [0, 1]. Balance 0
+    leaves scores as they are and makes the share of all images best; p / pi, with balance 1, makes the mean over
+    classes best. In float32, as the scores are, so that torch, numpy and ONNX give the same.
+
+    Example:
+        >>> balance_weights([0.64, 0.32, 0.04], 0.5)
+        tensor([0.2500, 0.3536, 1.0000])
+    """
+    prevalence = np.asarray(list(prevalence), float)
+    return torch.from_numpy(((prevalence.min() / prevalence) ** balance).astype(np.float32))
+
+
+def normalised(scores: Any) -> Any:
+    """Balanced scores (n, L) as scores that sum to 1 in every image, for rules by sums; a tensor or an array.
+
+    >>> normalised(torch.tensor([[0.25, 0.25, -math.inf]]))
+    tensor([[0.5000, 0.5000,   -inf]])
+    """
+    known = scores.clip(0)  # what is left out has -inf
+    if isinstance(scores, Tensor):
+        return scores / known.to(wide(scores.device)).sum(-1, keepdim=True).float()
+    return scores / known.sum(-1, keepdims=True, dtype=np.float64).astype(np.float32)

@@ -15,7 +15,8 @@ from .checks import is_number, plain
 from .conformal import coverage_record
 from .processes import add_up, broadcast, gather, rank, sum_over_processes, world_size
 from .questions import Answer
-from .scores import wide
+from .records import LEAST_PREVALENCE
+from .scores import normalised, wide
 from .sets import AverageKThreshold, check_k, k_key, metric_name, ranked_mass, score_matrix
 
 SHOTS = {"few": (0, 20), "medium": (20, 101), "many": (101, math.inf)}  # training images of a class: [low, high)
@@ -34,6 +35,7 @@ class SetStatistics:
         train_counts: Number of training images of each class, for the few / medium / many shot means.
         mass: Whether to keep of every image what the scores better than that of the true class sum to.
         answers: {name: answer}, whose sets are counted besides; see `answered`.
+        normalise: Whether scores are balanced, and have to be made sum to 1 for the mass.
 
     Example:
         >>> scores = torch.tensor([[0.9, 0.1, 0.0], [0.5, 0.4, 0.1]])
@@ -52,8 +54,9 @@ class SetStatistics:
         train_counts: Iterable[int] | None = None,
         mass: bool = False,
         answers: Mapping[str, Answer] | None = None,
+        normalise: bool = False,
     ) -> None:
-        self.mass, self.answers = mass, dict(answers or {})
+        self.mass, self.answers, self.normalise = mass, dict(answers or {}), normalise
         self.ks = [check_k(k) for k in ks]
         if thresholds is not None:
             thresholds = {plain(k): plain(lambda_val) for k, lambda_val in thresholds.items()}
@@ -111,7 +114,8 @@ class SetStatistics:
         ahead = (scores > own) | ((scores == own) & lower)
         new = {"label": labels, "true": own[:, 0], "rank": ahead.sum(1)}
         if self.mass:
-            new["mass"] = ranked_mass(scores)[1].gather(1, new["rank"][:, None])[:, 0]
+            summed = normalised(scores) if self.normalise else scores
+            new["mass"] = ranked_mass(summed)[1].gather(1, new["rank"][:, None])[:, 0]
         for name, answer in self.answers.items():
             sets = answer.sets(scores)  # (b, L)
             new |= {f"{name} size": sets.sum(1), f"{name} hit": sets.gather(1, labels[:, None])[:, 0].long()}
@@ -174,14 +178,15 @@ class SetStatistics:
     def answered(self) -> dict[str, dict[str, float]]:
         """Of every answer: `coverage`, the share of the sets with the true class, and `size`, their mean size.
 
-        `worst_class` is the coverage of the class that is covered least, `mean_class` the mean over the classes.
+        `worst_class` is the coverage of the class that is covered least, `worst_decile` the mean over the tenth of the
+        classes (one at least) that are, `mean_class` the mean over all.
 
         Example:
             >>> best = Answer("ml", inside=lambda scores, *_: scores == scores.max())
             >>> stats = SetStatistics([1], 2, {1: 0.5}, answers={"best": best})
             >>> stats.update(torch.tensor([[0.9, 0.1], [0.6, 0.4]]), torch.tensor([0, 1]))
             >>> stats.answered()
-            {'best': {'coverage': 0.5, 'size': 1.0, 'worst_class': 0.0, 'mean_class': 0.5}}
+            {'best': {'coverage': 0.5, 'size': 1.0, 'worst_class': 0.0, 'worst_decile': 0.0, 'mean_class': 0.5}}
         """
         seen = np.bincount(self.labels, minlength=self.num_labels)
         found = {}
@@ -192,6 +197,7 @@ class SetStatistics:
                 "coverage": float(hit.mean()),
                 "size": float(self.column(f"{name} size").mean()),
                 "worst_class": float(by_class.min()),
+                "worst_decile": float(np.sort(by_class)[: max(1, len(by_class) // 10)].mean()),
                 "mean_class": float(by_class.mean()),
             }
         return found
@@ -261,6 +267,32 @@ class SetStatistics:
             "topk_accuracy": float((ranks < int(k)).mean()),  # fractional K: a top-K set may not exceed K
             **class_means(correct, self.labels, self.num_labels, self.train_counts),
         }
+
+
+class MeanScores:
+    """The mean score (L,) of each class over n images, as an estimate of how frequent it is.
+
+    Sums are exact, in multiples of 2^-32, so that neither batches nor processes change them.
+    """
+
+    def __init__(self) -> None:
+        self.sums: Tensor | None = None
+
+    def update(self, scores: Tensor) -> None:
+        """Take in scores (b, L); a class that is left out has -inf."""
+        parts = (scores.clamp(min=0).to(wide(scores.device)) * 2**32).round().long().sum(0)
+        self.sums = parts if self.sums is None else self.sums + parts
+
+    def merge_processes(self, num_labels: int, device: torch.device | str) -> None:
+        """Give every process the sums over the images of all."""
+        self.sums = torch.zeros(num_labels, dtype=torch.int64) if self.sums is None else self.sums
+        self.sums = self.sums.to(device)
+        add_up([self.sums])
+
+    def prevalence(self) -> list[float]:
+        """The shares (L,), none of them 0."""
+        sums = self.sums.cpu().numpy().astype(float)
+        return (sums / sums.sum()).clip(LEAST_PREVALENCE).tolist()
 
 
 def sizes_only(metrics: Mapping[str, float], num_images: int, watched: float, own: float | None) -> dict[str, float]:

@@ -126,6 +126,8 @@ class AvgKTrainer(CheckpointTrainer):
                 counts = class_counts(dataset, config.num_labels)
                 if name == "train_dataset":
                     config.train_counts = counts.tolist()
+        if train is not None:
+            args.balancing(config)  # refuses a balance without counts
         num_examples = len(train) if has_length(train) else 0
         _state_memory(config, num_examples, args)
         # not `objective`: that is what the stock trainer calls the metric of a hyperparameter search
@@ -343,6 +345,7 @@ class AvgKTrainer(CheckpointTrainer):
                         f"coverage {level_key(level)} takes {enough_images(level)} validation images at least, and"
                         f" there are {num_examples}: no threshold is computed for it."
                     )
+            how["balancing"] = args.balancing(config)
             return Evaluation(config, num_examples, self.ks, True, args.calibrate_coverage, **how)
         calibration = Calibration.of(config)
         calibration.threshold()  # refuses an uncalibrated model, and says what to do

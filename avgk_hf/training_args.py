@@ -18,6 +18,8 @@ from transformers.hf_argparser import HfArg
 from .checks import check_choice, check_whole, is_number
 from .configuration import IMAGE_PROCESSOR
 from .conformal import LEVELS, METHODS, check_level
+from .records import check_balance
+from .scope import SELECT_BY, Balancing
 from .sets import check_k
 
 LARGEST_SEED = 2**32 - 1
@@ -189,6 +191,11 @@ class AvgKTrainingArguments(TrainingArguments):
             other data; a level that takes more validation images than there are is left out. Empty for none.
         calibrate_per_class: Whether to compute the thresholds of each class too, and to answer with them.
         coverage_method: How the coverage that is reported on other data is reached: `"lac"`, `"aps"` or `"raps"`.
+        balance: The model's own, from 0, every image counts alike, to 1, every class does, or `"auto"`: the largest
+            that costs at most `give_up` points of average-K accuracy on validation. Others can still be asked for.
+        give_up: Percentage points for `balance="auto"`.
+        select_by: What the best checkpoint, and with `head="auto"` the best head, is best in: `"micro"`, the share of
+            all images, or `"macro"`, the mean over classes.
         early_stopping_patience: Evaluations without improvement after which the training stops.
         seeds: How often `avgk train` trains, with seeds `seed`, `seed` + 1, ..., each in a folder of its own.
         lr_milestones: Epochs after which the learning rate is multiplied by `lr_gamma`, instead of the schedule that
@@ -207,6 +214,11 @@ class AvgKTrainingArguments(TrainingArguments):
     calibrate_per_class: bool = HfArg(default=False, help="Compute the thresholds of coverage for each class too.")
     coverage_method: str = HfArg(
         default="lac", help="How the coverage reported on test is reached.", metadata={"choices": list(METHODS)}
+    )
+    balance: str = HfArg(default="0", help="From 0, every image counts alike, to 1, every class does; or auto.")
+    give_up: float = HfArg(default=0.5, help="Points of average-K accuracy that balance auto may cost.")
+    select_by: str = HfArg(
+        default="micro", help="What the best checkpoint is best in.", metadata={"choices": list(SELECT_BY)}
     )
     early_stopping_patience: int | None = HfArg(
         default=None, help="Stop after this many evaluations without a better one."
@@ -265,6 +277,7 @@ class AvgKTrainingArguments(TrainingArguments):
         except ValueError as error:
             raise ValueError(f"calibrate_k={self.calibrate_k!r}: {error}") from None
         self.calibrate_coverage = [check_level(level, "calibrate_coverage") for level in self.calibrate_coverage]
+        self._check_balance()
         check_choice("coverage_method", self.coverage_method, METHODS)
         if self.coverage_method != "lac" and self.calibrate_per_class:
             raise ValueError(f"coverage_method={self.coverage_method!r} has no thresholds per class: use 'lac'.")
@@ -273,3 +286,23 @@ class AvgKTrainingArguments(TrainingArguments):
             raise ValueError(f"seed={last} is too large: seed and data_seed may be {LARGEST_SEED} at most.")
         if self.hub_token and not re.fullmatch("[!-~]+", str(self.hub_token)):  # the client's error would show it
             raise ValueError("hub_token holds a space or another character that no token has; copy it anew.")
+
+    def _check_balance(self) -> None:
+        """Refuse a balance that is none; of `select_by` follows the metric of the best checkpoint."""
+        if self.balance != "auto":
+            try:
+                self.balance = check_balance(float(self.balance))
+            except (TypeError, ValueError):
+                raise ValueError(f"balance={self.balance!r} must be a number in [0, 1], or 'auto'.") from None
+        Balancing(give_up=self.give_up, select_by=self.select_by)
+        if self.select_by != "micro":
+            if self.metric_for_best_model not in (*SELECT_BY.values(), None):
+                raise ValueError(
+                    f"select_by={self.select_by!r} and metric_for_best_model={self.metric_for_best_model!r} say"
+                    " different things: leave one of them out."
+                )
+            self.metric_for_best_model = SELECT_BY[self.select_by]
+
+    def balancing(self, config: Any) -> Balancing:
+        """The balances that an evaluation of this model computes; one that cannot be had is refused."""
+        return Balancing.of(config, self.balance, give_up=self.give_up, select_by=self.select_by)

@@ -193,7 +193,7 @@ class Visitor:
         message = self.event(self.read, [{name: value for name, value in given.items() if value is not None}])
         if not message["success"]:
             return False, message["output"]["error"]
-        message = self.event(self.show, [None, "average size", 2, None])
+        message = self.event(self.show, [None, "average size", 2, None, 0])
         assert message["success"], message
         return True, message["output"]["data"][0]
 

@@ -151,7 +151,8 @@ def test_demo_on_one_epoch(tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(train, "load_splits", lambda *args, **kwargs: small)
     results = demo.demo(tmp_path, ("--num_train_epochs", "1", "--disable_tqdm", "true", "--allow_new_classes"))
     text = capsys.readouterr().out
-    assert set(results) == {"CE", "AVG-K"} and demo.table(results) in text
+    assert set(results) == {"CE", "CE, balance 0.5", "AVG-K"} and demo.table(results) in text
+    assert "the same CE model asked with balance 0.5, no further training" in text
     for name in ("contact_sheet.png", "set_sizes.png", "table.md", "results.json"):
         assert (tmp_path / name).stat().st_size > 100 and (name in text or name == "results.json")
     for objective in ("ce", "avgk"):

@@ -100,3 +100,16 @@ def test_a_published_run_can_be_trained_again(comparison):
         assert len(seeds) == comparison.seeds
         spread = seeds.std(ddof=1) * (1 + 1 / len(seeds)) ** 0.5
         assert abs(accuracy(again, k) - seeds.mean()) < stats.t.ppf(0.9995, len(seeds) - 1) * spread
+
+
+def test_the_report_on_balances_follows_from_its_runs(tmp_path, capsys, monkeypatch):
+    """As above, for `compare_balance.yaml`; and what the docs say about it stands in it."""
+    monkeypatch.chdir(ROOT)
+    copy = tmp_path / "results"
+    shutil.copytree(ROOT / "results" / "glyphs-balance", copy)
+    published = (copy / "report.md").read_text()
+    assert main(["compare", "recipes/glyphs/compare_balance.yaml", "--out", str(copy)]) == 0
+    assert "training" not in capsys.readouterr().err
+    assert (copy / "report.md").read_text() == published
+    rows = [line for line in (ROOT / "docs" / "rare_species.md").read_text().splitlines() if " ± " in line]
+    assert rows and not [row for row in rows if row not in published]

@@ -12,7 +12,7 @@ from safetensors.torch import load_file, save_file
 from transformers import DefaultDataCollator, EarlyStoppingCallback, TrainerCallback, ViTForImageClassification
 
 from avgk_hf import AvgKConfig, AvgKForImageClassification, AvgKTrainer, AvgKTrainingArguments, prepare, weights
-from avgk_hf.calibration import Calibration
+from avgk_hf.calibration import DETAILS, Calibration
 from avgk_hf.scores import HEADS, head_logits, head_scores
 from avgk_hf.sets import average_k_threshold, predict_sets
 from conftest import CLASSES, save_vit
@@ -168,7 +168,7 @@ def test_a_checkpoint_brings_back_its_whole_calibration(make_trainer, make_model
     saved, details = (
         json.loads((Path(checkpoint) / f"{name}.json").read_text()) for name in ("config", "calibration")
     )
-    saved["calibration"] |= {name: details[name] for name in ("head_thresholds", "coverage", "curve")}
+    saved["calibration"] |= {name: details[name] for name in DETAILS}
     for name in ("thresholds", "heads", "calibration"):
         assert saved[name], name
         assert getattr(trainer.model.config, name) == getattr(again.model.config, name) == saved[name], name
@@ -469,6 +469,7 @@ def test_what_a_calibration_stores(make_trainer, make_model, splits):
             "split": "validation",
             "date": datetime.datetime.now(datetime.timezone.utc).date().isoformat(),
             "step": 0,
+            "prevalence_from": "train",
             "head": head,
         }
         assert found.curve == statistics.curve()

@@ -94,11 +94,11 @@ def evaluations(folder: Path, images: str) -> dict[str, dict]:
     for name, buffer in model.named_buffers():
         if name.endswith("running_mean"):
             buffer += rank()  # as after training steps on different images
-    found = {}
+    found, model.config.train_counts = {}, [30, 14, 10, 8, 6, 4]
     for n in SIZES:
         data = prepare(splits["validation"].shuffle(seed=0).select(range(n)), model.config)
         arguments = {"per_device_eval_batch_size": 2, "calibrate_k": [1, 1.5, 3], "dataloader_pin_memory": False}
-        arguments |= {"calibrate_coverage": [0.5, 0.9], "calibrate_per_class": True}
+        arguments |= {"calibrate_coverage": [0.5, 0.9], "calibrate_per_class": True, "balance": "auto"}
         args = AvgKTrainingArguments(str(folder / "none"), disable_tqdm=True, dataloader_drop_last=True, **arguments)
         trainer = AvgKTrainer(model, args, eval_dataset=data, compute_metrics=in_order)
         metrics = trainer.evaluate()
@@ -114,6 +114,7 @@ def evaluations(folder: Path, images: str) -> dict[str, dict]:
             "thresholds": model.config.calibration["head_thresholds"],
             "coverage": Calibration.of(model.config).coverage,
             "curve": model.config.calibration["curve"],
+            "balances": [model.config.calibration[name] for name in ("balances", "tradeoff", "prevalence")],
             "sets": prediction.predictions,
             "labels": prediction.label_ids.tolist(),
             "held": held,

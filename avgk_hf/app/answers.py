@@ -14,15 +14,17 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import torch
 from jinja2 import Environment, FileSystemLoader, select_autoescape
 from torch import Tensor
 from transformers import PreTrainedModel
 
 from ..calibration import Calibration
-from ..classifiers import model_scores, transform_for
+from ..classifiers import forward, transform_for
 from ..data import image_files
 from ..data.glyphs import CHARACTERS, class_name, draw
 from ..questions import Question
+from ..scores import head_logits
 from ..sets import k_key
 
 logger = logging.getLogger(__name__)
@@ -66,23 +68,29 @@ class Answers:
         self.model, self.config, self.transform = model, model.config, transform_for(model)
         calibration = Calibration.of(self.config)
         calibration.threshold()  # refuses a model without
-        self.k, self.ks, self.levels = float(calibration.k), calibration.ks, calibration.levels()
+        self.k, self.ks = float(calibration.k), calibration.ks
         self.source, self.probabilities = calibration.source, calibration.probabilities
-        self.heads = {calibration.head(k): k for k in self.ks}  # one, unless `head="auto"`
+        self.balance, self.balances, self.tradeoff = calibration.balance, calibration.balances, calibration.tradeoff
+        views = [calibration.at(balance) for balance in self.balances]
+        self.levels = [level for level in calibration.levels() if all(level in view.levels() for view in views)]
+        self.heads = {view.head(k) for view in views for k in self.ks}  # one, unless `head="auto"`
 
+    @torch.no_grad()
     def scores(self, pixels: Tensor) -> dict[str, Tensor]:
-        """The scores (1, L) of an image (C, H, W), of every head that answers for some K."""
-        return {head: model_scores(self.model, pixels[None], k) for head, k in self.heads.items()}
+        """The scores (1, L) of an image (C, H, W) without balance, of every head that answers for some K."""
+        logits, plain = head_logits(forward(self.model.eval(), pixels[None])), Calibration.of(self.config).at(0)
+        return {head: plain.scores(*logits, head) for head in sorted(self.heads)}
 
     def image_set(self, scores: dict[str, Tensor], **question: float) -> tuple[list[int], Tensor, float]:
         """The set of one image: its classes, best first, the scores (L,) of the head that answers, the threshold.
 
         Args:
             scores: As `scores` gives them.
-            question: `k` or `coverage`; default: the model's own K.
+            question: `k` or `coverage`, and `balance`; default: the model's own.
         """
-        answer = Calibration.of(self.config).answer(Question(min_size=1, **question))  # as in the pipeline
-        own = scores[answer.head]
+        calibration = Calibration.of(self.config).at(question.get("balance"))
+        answer = calibration.answer(Question(min_size=1, **question))  # as in the pipeline
+        own = calibration.balanced(scores[answer.head])
         return answer.classes(own)[0], own[0], answer.lambda_val
 
     def html(self, scores: dict[str, Tensor], **question: float) -> tuple[str, str]:
@@ -106,11 +114,14 @@ class Answers:
             text = "< 0.001" if tiny else f"{values[j]:.3f}"
             return {"id": j, "label": self.config.id2label[j], "bar": place(values[j]), "score": text}
 
-        name = question_text(**question)
+        balance = question.get("balance", self.balance)
+        name = question_text(**{key: value for key, value in question.items() if key != "balance"})
+        asked = f"K = {name}" if "k" in question else f"{name} coverage"
         return render(
             "set.html",
             number=count(len(classes)),
-            asked=f"K = {name}" if "k" in question else f"{name} coverage",
+            asked=f"{asked}, balance {balance:g}" if len(self.balances) > 1 else asked,
+            worth=self._worth(question.get("k"), balance),
             shown=map(row, shown),
             more=len(classes) - len(shown),
             below=map(row, below),
@@ -119,13 +130,21 @@ class Answers:
             empty=bool(own[classes[0]] < lambda_val),
         )
 
+    def _worth(self, k: float | None, balance: float) -> str:
+        """What sets of this kind were worth on the images of the calibration, where that is recorded."""
+        names = ("all images", "mean over classes", "few shot")
+        found = next((row[2:5] for row in self.tradeoff if row[:2] == [k, balance]), ())
+        shares = [f"{name} {share:.1%}" for name, share in zip(names, found, strict=False) if share is not None]
+        return ", ".join(shares)
+
     def _growth_html(self, scores: dict[str, Tensor], question: dict[str, float]) -> str:
         """For every recorded K, or coverage, the size, and the classes that join; the one asked for is marked."""
-        ((asked, value),) = question.items()
+        held = {name: value for name, value in question.items() if name == "balance"}
+        ((asked, value),) = (item for item in question.items() if item[0] != "balance")
         known = self.levels if asked == "coverage" else self.ks
         steps, before = [], set()
         for step in sorted({*known, value}):  # smallest sets first
-            classes = self.image_set(scores, **{asked: step})[0]
+            classes = self.image_set(scores, **{asked: step}, **held)[0]
             joined = [j for j in classes if j not in before]
             names = [self.config.id2label[j] for j in joined[:NAMES]]
             if len(joined) > NAMES:

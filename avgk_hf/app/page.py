@@ -90,14 +90,17 @@ class _Events:
         return [gr.update(visible=by == each) for each in ASK_BY]
 
     def show(
-        self, found: dict[str, Tensor] | str | None, ask: str, k: float, coverage: float | None
+        self, found: dict[str, Tensor] | str | None, ask: str, k: float, coverage: float | None, balance: float = 0.0
     ) -> tuple[str, str]:
         """The set and its growth, from what `read` gave."""
         if found is None:
             return message(HINT, "status"), ""
         if isinstance(found, str):
             return message(found, "alert"), ""
-        return self.answers.html(found, **({"coverage": coverage} if ask == BY_COVERAGE else {"k": k}))
+        question = {"coverage": coverage} if ask == BY_COVERAGE else {"k": k}
+        if len(self.answers.balances) > 1:  # a slider may stop between those that are recorded
+            question["balance"] = min(self.answers.balances, key=lambda each: abs(each - balance))
+        return self.answers.html(found, **question)
 
 
 def _image(events: _Events) -> gr.Image:
@@ -138,6 +141,23 @@ def _size(answers: Answers) -> tuple[gr.Slider | gr.State, gr.Slider | gr.HTML]:
         elem_id="avgk-k",
     )
     return slider, slider
+
+
+def _balance(answers: Answers) -> gr.Slider | gr.State:
+    """What holds the balance: a slider, where there is something to choose."""
+    if len(answers.balances) == 1:
+        return gr.State(answers.balance)
+    return gr.Slider(
+        answers.balances[0],
+        answers.balances[-1],
+        answers.balance,
+        step=math.gcd(*(round(100 * each) for each in answers.balances)) / 100,
+        label="Balance: 0, every image counts alike; 1, every class does",
+        info=f"rare classes get in more easily to the right; recorded {', '.join(f'{b:g}' for b in answers.balances)}",
+        interactive=True,
+        buttons=[],
+        elem_id="avgk-balance",
+    )
 
 
 def _show_examples(examples: Sequence[tuple[Path, int]], k: float, image: gr.Image) -> None:
@@ -186,16 +206,18 @@ def build_page(answers: Answers, name: str, examples: Sequence[tuple[Path, int]]
                     visible=False,
                     elem_id="avgk-coverage",
                 )
+                balance = _balance(answers)
                 if examples:
                     _show_examples(examples, answers.k, image)
             with gr.Column(scale=6, min_width=360):
                 predicted = gr.HTML(message(HINT, "status"), elem_id="avgk-set", container=True, padding=True)
                 growth = gr.HTML("", elem_id="avgk-growth", container=True, padding=True)
         found = gr.State(None)
-        shown = {"fn": events.show, "inputs": [found, ask, size, coverage], "outputs": [predicted, growth], **QUIET}
+        asked = [found, ask, size, coverage, balance]
+        shown = {"fn": events.show, "inputs": asked, "outputs": [predicted, growth], **QUIET}
         image.change(events.read, image, found, concurrency_limit=1, **QUIET).then(**shown)
         page.unload(events.closed)
-        for control in (size, coverage):
+        for control in (size, coverage, balance):
             control.change(**shown)
         ask.change(events.ask_by, ask, [by_size, coverage], **QUIET).then(**shown)
     return page

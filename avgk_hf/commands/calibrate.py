@@ -7,6 +7,7 @@ from typing import Any
 from ..files import new_file, refuse_link, replacing
 from ..shell import printable
 from .evaluate import is_first_process, measure, print_metrics, read_split, shared_arguments
+from .options import balance, labels_of
 
 HELP = "compute a model's thresholds on validation images"
 
@@ -19,7 +20,14 @@ def arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--coverage", type=float, nargs="+", metavar="C", help=levels)
     restricted = "sets hold only the dataset's classes, and K counts only these"
     parser.add_argument("--classes-from-dataset", action="store_true", help=restricted)
-    parser.add_argument("--plot", metavar="FILE", help="picture of size against coverage, PNG or SVG")
+    own = "0: every image counts alike, 1: every class; or auto. The model's own from now on (what it was, at first 0)"
+    parser.add_argument("--balance", type=balance, metavar="B", help=own)
+    parser.add_argument("--give-up", type=float, default=0.5, metavar="P", help="points that auto may cost (0.5)")
+    parser.add_argument("--select-by", default="micro", help="what the best head is best in: micro or macro (micro)")
+    known = "how frequent classes are: a dataset with a split train, or CSV or JSON of classes and numbers"
+    parser.add_argument("--prevalence", metavar="DATASET|FILE", help=f"{known} (the training's)")
+    pictures = "picture of size against coverage, PNG or SVG; beside it FILE_balance, what balances are worth"
+    parser.add_argument("--plot", metavar="FILE", help=pictures)
     parser.add_argument("--out", help="folder for the calibrated model (default: write to MODEL)")
     parser.add_argument("--push", metavar="REPO", help="upload the folder of --out to the Hub")
 
@@ -34,7 +42,10 @@ def run(args: argparse.Namespace) -> None:
     refuse_link(args.out or args.model)  # now, and not when all is computed
     model = load_classifier(args.model).to(best_device())
     split, before = read_split(args), _recorded(model.config)
-    metrics = measure(model, split, args, calibrate=True, classes_from_dataset=args.classes_from_dataset)
+    how = {"per_class": args.per_class, "give_up": args.give_up, "select_by": args.select_by}
+    if args.prevalence:
+        how["prevalence"] = _prevalence(args, model.config)
+    metrics = measure(model, split, args, calibrate=True, classes_from_dataset=args.classes_from_dataset, **how)
     if not is_first_process():
         return
     if args.out:
@@ -42,15 +53,51 @@ def run(args: argparse.Namespace) -> None:
     else:
         write_thresholds(model, args.model)
     print_metrics(metrics, args.json)
+    calibration = Calibration.of(model.config)
     if args.plot:
-        from ..study.plots import tradeoff_curve
+        from ..study.plots import balance_curves, tradeoff_curve
 
-        tradeoff_curve({Path(args.model).resolve().name: Calibration.of(model.config).curve}, args.plot)
+        tradeoff_curve({Path(args.model).resolve().name: calibration.curve}, args.plot)
+        if calibration.tradeoff:
+            path = Path(args.plot)
+            balance_curves(calibration.tradeoff, path.with_name(f"{path.stem}_balance{path.suffix}"))
     if not args.json:
+        _say_balances(calibration)
         print(f"thresholds written to {args.out or args.model}")
         _say_what_changed(before, _recorded(model.config), None if args.out else Path(args.model))
     if args.push:
         print(push_folder(args.out, args.push))
+
+
+def _prevalence(args: argparse.Namespace, config: Any) -> list[float]:
+    """How frequent the model's classes are, from the training images of a dataset or a file of numbers."""
+    from ..data import align_labels, class_counts, load_splits
+    from ..data.classes import read_numbers
+    from ..scores import smoothed_prevalence
+
+    if Path(args.prevalence).is_file():
+        return read_numbers(args.prevalence, config, labels_of(args))
+    splits = load_splits(args.prevalence, allow_outside=args.allow_outside, allow_new_classes=True)
+    if "train" not in splits:
+        raise ValueError(f"--prevalence {args.prevalence}: it has no split 'train', only {list(splits)}.")
+    return smoothed_prevalence(class_counts(align_labels(splits["train"], config, labels_of(args)), config.num_labels))
+
+
+def _say_balances(calibration: Any) -> None:
+    """What balances are worth on the images of the calibration, at the model's own K."""
+    rows = [row for row in calibration.tradeoff if row[0] == calibration.k]
+    if not rows:
+        print(
+            "no balance but 0: how frequent the classes are is not known (--prevalence, or --balance to estimate it)"
+        )
+        return
+    for _, each, *shares, size in rows:
+        names = ("all images", "mean over classes", "few shot")
+        found = [f"{name} {share:.2%}" for name, share in zip(names, shares, strict=True) if share is not None]
+        mark = ", the model's own" * (each == calibration.balance)
+        print(f"balance {each:g}{mark}: {', '.join(found)}, mean set size {size:.2f}")
+    sources = {"train": "of the training", "given": "as given", "estimated": "estimated, mean probabilities"}
+    print(f"frequencies of classes: {sources.get(calibration.source.get('prevalence_from'), 'unknown')}")
 
 
 def _recorded(config: Any) -> dict[str, dict[str, Any]]:
@@ -60,7 +107,11 @@ def _recorded(config: Any) -> dict[str, dict[str, Any]]:
     from ..sets import k_key
 
     found = Calibration.of(config)
-    return {"K": dict.fromkeys(map(k_key, found.ks)), "coverage": describe_coverage(found.coverage)}
+    return {
+        "K": dict.fromkeys(map(k_key, found.ks)),
+        "coverage": describe_coverage(found.coverage),
+        "balance": {f"{balance:g}": None for balance in found.balances},
+    }
 
 
 def _say_what_changed(before: dict[str, dict], after: dict[str, dict], folder: Path | None) -> None:

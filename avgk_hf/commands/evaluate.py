@@ -8,7 +8,17 @@ from pathlib import Path
 from typing import Any
 
 from ..files import refuse_link, write_text
-from .options import ALLOW_OUTSIDE, BAD_IMAGES, BATCH_SIZE, METHOD, label_arguments, labels_of
+from .options import (
+    ALLOW_OUTSIDE,
+    BAD_IMAGES,
+    BALANCE,
+    BATCH_SIZE,
+    METHOD,
+    PER_CLASS_WEIGHT,
+    label_arguments,
+    labels_of,
+    per_class_of,
+)
 
 HELP = "evaluate a calibrated model; on images without labels only the sizes of its sets"
 
@@ -19,6 +29,8 @@ def arguments(parser: argparse.ArgumentParser) -> None:
     levels = "coverage levels to report (all recorded)"
     parser.add_argument("--coverage", type=float, nargs="+", metavar="C", help=levels)
     parser.add_argument("--method", **METHOD)
+    parser.add_argument("--per-class-weight", **PER_CLASS_WEIGHT)
+    parser.add_argument("--balance", **BALANCE)
     parser.add_argument("--plot", metavar="FILE", help="picture of the mean set size and its interval, PNG or SVG")
     parser.add_argument("--out", help="JSON file to write the metrics to")
 
@@ -50,8 +62,9 @@ def run(args: argparse.Namespace) -> None:
         refuse_link(Path(args.out).parent)
     model = load_classifier(args.model).to(best_device())
     split = read_split(args, unlabelled=args.label_column == "label")  # one that is named has to be there
-    monitor = SetSizeMonitor.from_config(model.config, *args.k[:1])
-    metrics = measure(model, split, args, method=args.method, monitor=monitor)
+    monitor = SetSizeMonitor.from_config(model.config, *args.k[:1], balance=args.balance)
+    how = {"method": args.method, "per_class": per_class_of(args), "monitor": monitor}
+    metrics = measure(model, split, args, **how)
     if not is_first_process():
         return
     if args.out:
@@ -104,7 +117,7 @@ def measure(model: Any, split: Any, args: argparse.Namespace, **how: Any) -> dic
         dataset_name=Path(args.dataset).name if Path(args.dataset).exists() else args.dataset,
         on_bad_image=args.on_bad_image,
         coverage=args.coverage,
-        per_class=args.per_class,
+        balance=args.balance,
         labels=labels_of(args),
         **how,
     )

@@ -4,7 +4,7 @@ import argparse
 import json
 from pathlib import Path
 
-from .options import ALLOW_OUTSIDE, label_arguments, labels_of
+from .options import ALLOW_OUTSIDE, BALANCE, label_arguments, labels_of
 
 HELP = "write a model as ONNX, from pixels to scores and sets"
 
@@ -14,6 +14,7 @@ def arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--onnx", action="store_true", required=True, help="the format")
     parser.add_argument("--out", metavar="DIR", help="folder to write to (MODEL/onnx)")
     parser.add_argument("--k", type=float, help="set size whose head is exported, for head=auto (the model's own)")
+    parser.add_argument("--balance", **BALANCE)
     parser.add_argument("--opset", type=int, help="version of the ONNX operators (what torch prefers)")
     parser.add_argument("--int8", action="store_true", help="also write an 8-bit graph")
     parser.add_argument("--dataset", help="labelled images to measure the graphs on, as for `avgk evaluate`")
@@ -40,7 +41,7 @@ def run(args: argparse.Namespace) -> None:
     if splits and args.split not in splits:
         raise ValueError(f"the dataset {args.dataset!r} has no split {args.split!r}, only {list(splits)}: --split.")
     dataset = align_labels(splits[args.split], model.config, labels_of(args)) if splits else None
-    report = export_onnx(model, out, args.k, args.opset, args.int8, dataset)
+    report = export_onnx(model, out, args.k, args.opset, args.int8, dataset, balance=args.balance)
     if args.plot:
         from ..study.plots import export_bars
 

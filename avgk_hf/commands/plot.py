@@ -108,6 +108,6 @@ def _curve(model: Any, validation: Any, test: Any) -> dict[float, float]:
     from ..sets import k_key
 
     ks = [k for k in CURVE_KS if k < model.config.num_labels]
-    evaluate(model, validation, ks, calibrate=True)
+    evaluate(model, validation, ks, calibrate=True)  # its own balance stays what it is
     metrics = evaluate(model, test, ks)
     return {k: metrics["average_k_accuracy" + ("" if k == model.config.k else f"@{k_key(k)}")] for k in ks}

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from ..shell import printable
-from .options import BAD_IMAGES, BATCH_SIZE, METHOD
+from .options import BAD_IMAGES, BALANCE, BATCH_SIZE, METHOD, PER_CLASS_WEIGHT, per_class_of
 
 HELP = "print the predicted set of each image: as many classes as it needs, best first"
 
@@ -22,6 +22,8 @@ def arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--lambda-val", type=float, help="or: a threshold")
     parser.add_argument("--method", **METHOD)
     parser.add_argument("--per-class", action="store_true", help="reach the coverage in every class")
+    parser.add_argument("--per-class-weight", **PER_CLASS_WEIGHT)
+    parser.add_argument("--balance", **BALANCE)
     parser.add_argument("--min-size", type=int, default=1, help="at least this many classes (%(default)s)")
     parser.add_argument("--max-size", type=int, help="at most this many classes")
     parser.add_argument("--batch-size", **BATCH_SIZE)
@@ -37,8 +39,8 @@ def run(args: argparse.Namespace) -> None:
     from ..questions import Question
     from ..scores import NotFinite
 
-    names = ("k", "coverage", "cumulative", "lambda_val", "method", "per_class", "min_size", "max_size")
-    question = Question(**{name: getattr(args, name) for name in names})
+    names = ("k", "coverage", "cumulative", "lambda_val", "method", "min_size", "max_size", "balance")
+    question = Question(per_class=per_class_of(args), **{name: getattr(args, name) for name in names})
     check_whole("--batch-size", args.batch_size, 1)
     model = load_classifier(args.model).to(best_device())
     answer = Calibration.of(model.config).answer(question)
@@ -51,7 +53,7 @@ def run(args: argparse.Namespace) -> None:
     predictions = []
     for names, pixels in _batches(paths, transform_for(model), args.batch_size, args.on_bad_image):
         try:
-            scores = model_scores(model, pixels, args.k).cpu()  # (b, L)
+            scores = model_scores(model, pixels, args.k, args.balance).cpu()  # (b, L)
         except NotFinite as error:
             raise NotFinite(f"images from {names[0]} on, counted from 0: {error}") from None
         for name, row, classes in zip(names, scores, answer.classes(scores), strict=True):

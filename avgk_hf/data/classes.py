@@ -12,7 +12,8 @@ from datasets import ClassLabel, Dataset
 from transformers.utils import logging
 
 from ..calibration import Calibration
-from ..checks import check_choice, read_json
+from ..checks import check_choice, is_number, read_json
+from ..scores import smoothed_prevalence
 from ..shell import printable
 from .datasets import class_counts, class_ids
 
@@ -252,14 +253,48 @@ def read_label_map(path: str | Path) -> dict[str, str | int]:
             if isinstance(value, bool) or not isinstance(value, (str, int)):
                 raise ValueError(f"{path}: {name!r} is mapped to {value!r}, which is neither a name nor an id.")
         return content
-    found: dict[str, str | int] = {}
+    return dict(_two_columns(path, "dataset's name,model's name"))
+
+
+def read_numbers(path: str | Path, config: Any, labels: Labels = "name") -> list[float]:
+    """How frequent the model's classes are, (L,), from a JSON mapping or a CSV file of classes and numbers.
+
+    Whole numbers are images, of which a class without any has 0; others are shares, above 0 for every class.
+
+    Args:
+        path: The file.
+        config: The model's config.
+        labels: How its classes are matched to the model's, as in `match_classes`.
+    """
+    path = Path(path)
+    stored = read_json(path) if path.suffix.lower() == ".json" else _two_columns(path, "class,number")
+    try:
+        found = {name: float(value) for name, value in stored.items()}
+    except (TypeError, ValueError):
+        found = {"": -1.0}
+    if not all(is_number(value) and 0 <= value < 2**53 for value in found.values()):
+        raise ValueError(f"{path} must hold a number of images, or a share of them, for each class: `oak,120`.")
+    ids = match_classes(list(found), config, labels)
+    numbers = [0.0] * len(config.id2label)
+    for i, value in zip(ids, found.values(), strict=True):
+        numbers[i] += value
+    if all(value.is_integer() for value in numbers):
+        return smoothed_prevalence(numbers)
+    if min(numbers) <= 0:
+        raise ValueError(f"{path}: class {config.id2label[numbers.index(min(numbers))]!r} has no share above 0.")
+    return numbers
+
+
+def _two_columns(path: Path, columns: str) -> dict[str, str]:
+    """{first: second} of a CSV file with two columns."""
+    found: dict[str, str] = {}
     try:
         rows = list(csv.reader(path.read_text(encoding="utf-8-sig").splitlines()))
     except (UnicodeDecodeError, csv.Error) as error:
-        raise ValueError(f"{path} is no CSV file ({error}): write `dataset's name,model's name` in UTF-8.") from None
+        raise ValueError(f"{path} is no CSV file ({error}): write `{columns}` in UTF-8.") from None
     for number, row in enumerate(rows, 1):
         if row and (len(row) != 2 or not all(row)):
-            raise ValueError(f"{path}, line {number}: {row} are no two columns, `dataset's name,model's name`.")
+            raise ValueError(f"{path}, line {number}: {row} are no two columns, `{columns}`.")
         if row and found.setdefault(row[0], row[1]) != row[1]:
             raise ValueError(f"{path}, line {number}: {row[0]!r} is mapped twice; keep one of them.")
     return found

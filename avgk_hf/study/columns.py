@@ -17,7 +17,8 @@ class Column:
         metric: Which metric it shows.
         title: Its heading.
         percent: Whether the metric is a share.
-        tables: The tables that have it: of `avgk compare` ("study"), of `avgk report` and of `avgk demo`.
+        tables: The tables that have it: of `avgk compare` ("study", and "balance" about balances), of `avgk report`
+            and of `avgk demo`.
 
     Example:
         >>> COLUMNS[0].heading(3), COLUMNS[0].cell({"mean": 0.9712, "half_width": 0.0031, "n": 5})
@@ -27,7 +28,7 @@ class Column:
     metric: str
     title: str
     percent: bool = True
-    tables: tuple[str, ...] = ("study", "report", "demo")
+    tables: tuple[str, ...] = ("study", "report", "demo", "balance")
 
     def heading(self, k: float | None = None) -> str:
         """The title, for one K where the whole table is about it."""
@@ -53,6 +54,7 @@ COLUMNS = (
     SIZE,
     Column("top1_accuracy", "top-1", tables=("report", "demo")),
     Column("topk_accuracy", "top-K", tables=("report",)),
+    Column("macro_accuracy", "mean over classes", tables=("balance",)),
     Column("few_shot_accuracy", "few shot"),
     Column("medium_shot_accuracy", "medium shot"),
     Column("many_shot_accuracy", "many shot"),

@@ -187,6 +187,30 @@ def tradeoff_curve(curves: dict[str, Sequence[Sequence[float]]], path: str | Pat
             axis.plot(*zip(*whole, strict=True), label=f"{_short(name)}, top-K", **look)
 
 
+def balance_curves(rows: Sequence[Sequence[float | None]], path: str | Path) -> None:
+    """What balances are worth, one panel for each K: all images, the mean over classes, and few-shot classes.
+
+    Args:
+        rows: `Calibration.tradeoff`: K, balance, these three (the last may be None), and the mean size.
+        path: PNG or SVG to write.
+    """
+    ks = sorted({row[0] for row in rows})
+    ks = [ks[i] for i in np.linspace(0, len(ks) - 1, min(6, len(ks))).round().astype(int)]
+    size = {"figsize": (2.6 * len(ks) + 0.6, 3.4), "squeeze": False, "layout": "constrained"}
+    figure, axes = _pyplot().subplots(1, len(ks), **size)
+    for axis, k in zip(axes[0], ks, strict=True):
+        own = [row for row in rows if row[0] == k]
+        for i, name in enumerate(("all images", "mean over classes", "few shot")):
+            points = [(row[1], 100 * row[2 + i]) for row in own if row[2 + i] is not None]
+            if points:
+                axis.plot(*zip(*points, strict=True), label=name, **_look(i))
+        axis.set(title=f"K = {k:g}", xlabel="balance")
+        axis.grid(alpha=0.3)
+    axes[0, 0].set_ylabel("true class in the set (%)")
+    figure.legend(*axes[0, 0].get_legend_handles_labels(), loc="outside lower center", ncols=3, frameon=False)
+    _save(figure, path)
+
+
 def learning_curves(curves: dict[str, Sequence[dict[str, float]]], path: str | Path, title: str = "") -> None:
     """Validation accuracy and validation loss after every epoch, one line for each loss.
 

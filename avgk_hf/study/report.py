@@ -12,9 +12,18 @@ from ..files import write_text
 from ..model_card import as_markdown
 from ..scores import HEADS
 from ..sets import k_key
+from .balances import balance_text, summarise_balances
 from .columns import ACCURACY, MISSING, SIZE, as_table, columns_of
-from .plots import accuracy_curve, by_shot, in_both_formats, learning_curves, set_size_histogram, sweep_curve
-from .seeds import interval, intervals
+from .plots import (
+    accuracy_curve,
+    balance_curves,
+    by_shot,
+    in_both_formats,
+    learning_curves,
+    set_size_histogram,
+    sweep_curve,
+)
+from .seeds import against, intervals
 from .spec import Comparison, Results, Run, best_of_curve, choose, finished, plan
 
 SCORES = ("softmax", "sigmoid")  # those that are compared
@@ -34,17 +43,19 @@ def summarise(comparison: Comparison) -> dict[str, Any]:
         entries, baseline = _entries(results, loss, k), _metrics(_entries(results, comparison.baseline, k), k)
         own = {"loss": loss, "k": k}
         row = {**own, "values": choose(comparison, loss, k), "seeds": sorted(entries)}
-        row |= _against(_metrics(entries, k), baseline)
+        row |= against(_metrics(entries, k), baseline, SHOWN.values())
         reached = row["metrics"].get(ACCURACY.metric)
         row["to_best"] = {name: of_k[k_key(k)] - reached["mean"] for name, of_k in limits.items() if reached}
         parts["rows"].append(row)
         two_heads = entries and all("sccp" in entry["test"][entry["score"]] for entry in entries.values())
         for head in (*HEADS, "auto") if two_heads else ():
-            parts["heads"].append({**own, "head": head, **_against(_metrics(entries, k, head=head), baseline)})
+            found = against(_metrics(entries, k, head=head), baseline, SHOWN.values())
+            parts["heads"].append({**own, "head": head, **found})
         for score in SCORES if entries else ():
             found = _metrics(entries, k, score=score)
             parts["scores"].append({**own, "score": score, "metrics": _shown(found)})
-        for other in comparison.k if entries and comparison.loss(loss).needs_k else ():
+        each_k = entries and comparison.loss(loss).needs_k and comparison.train_k is None
+        for other in comparison.k if each_k else ():
             found = _shown(_metrics(entries, other))
             parts["transfer"].append({"loss": loss, "trained": k, "tested": other, "metrics": found})
     diverged = [(run, result["error"]) for run, result in results if result["error"]]
@@ -58,6 +69,7 @@ def summarise(comparison: Comparison) -> dict[str, Any]:
         "seeds": comparison.seeds,
         "versions": results[0][1]["versions"],
         **parts,
+        **summarise_balances(comparison, lambda loss, k: _entries(results, loss, k)),
         "limits": limits,
         "diverged": [f"{run}: {error}" for run, error in diverged if run.phase != "tune"],
         "diverged_tuning": sum(run.phase == "tune" for run, _ in diverged),
@@ -91,18 +103,6 @@ def _metrics(
 
 def _shown(own: dict[int, dict[str, float]]) -> dict[str, Any]:
     return intervals(list(own.values()), SHOWN)
-
-
-def _against(own: dict[int, dict[str, float]], other: dict[int, dict[str, float]]) -> dict[str, Any]:
-    """Intervals, and of every accuracy the difference to another loss by seed: interval, and how many seeds it won."""
-    pairs = [(own[seed], other[seed]) for seed in sorted(own.keys() & other.keys())]
-    difference = {}
-    for name in (column.metric for column in SHOWN.values() if column.percent):
-        values = [a[name] - b[name] for a, b in pairs if name in a and name in b]
-        if values:
-            won, lost = sum(value > 0 for value in values), sum(value < 0 for value in values)
-            difference[name] = {**interval(values), "won": won, "lost": lost}
-    return {"metrics": _shown(own), "difference": difference}
 
 
 def _limits(comparison: Comparison, results: list[tuple[Run, Results]]) -> dict[str, dict[str, float]]:
@@ -169,7 +169,7 @@ def comparison_text(summary: dict[str, Any]) -> str:
     chosen = [", ".join(f"{name} {value}" for name, value in row["values"].items()) for row in rows]
     body = [[row["loss"], k_key(row["k"]), as_markdown(values)] for row, values in zip(rows, chosen, strict=True)]
     blocks += ["## What was chosen on validation", as_table(["loss", "K", "hyperparameters"], body)]
-    return "\n\n".join([*blocks, *_ablations(summary)]) + "\n\n"
+    return "\n\n".join([*blocks, *_ablations(summary), *balance_text(summary)]) + "\n\n"
 
 
 def _table_of_k(summary: dict[str, Any], k: float) -> str:
@@ -276,6 +276,8 @@ def write_comparison(comparison: Comparison) -> str:
     results = [(run, finished(comparison, run)) for run in plan(comparison)]
     _draw_set_sizes(comparison, results, folder)
     _draw_learning(comparison, results, folder)
+    for loss, rows in summary.get("balance_curves", {}).items():
+        in_both_formats(balance_curves, folder / f"balance_{loss}", rows)
     for sweep in comparison.sweeps:
         path = Path(sweep) / "sweep.json"
         content = read_json(path) if path.is_file() else {"search": {}}

@@ -33,11 +33,13 @@ from ..data import prepare
 from ..evaluation import Evaluation
 from ..files import output_folder, write_text
 from ..recipes import Arguments
+from ..scope import Balancing
 from ..scores import NotFinite
 from ..sets import k_key, metric_name
 from ..shell import guarded, is_secret
 from ..train import set_size_counts
 from ..trainer import AvgKTrainer
+from .balances import measure_balances
 from .report import SCORES, write_comparison
 from .spec import Comparison, Results, Run, best_of_curve, finished, num_epochs, plan, run_path
 from .training import load_trainer, measured_only
@@ -115,7 +117,15 @@ def measure(
     """
     config = trainer.model.config
     found = {
-        kind: Evaluation(config, len(dataset), ks, given is None, score=kind, thresholds=given and given[kind])
+        kind: Evaluation(
+            config,
+            len(dataset),
+            ks,
+            given is None,
+            score=kind,
+            thresholds=given and given[kind],
+            balancing=Balancing(),
+        )
         for kind in dict.fromkeys((config.score, *SCORES))
     }
     trainer.collect(list(found.values()), trainer.get_eval_dataloader(dataset))
@@ -162,6 +172,8 @@ def train_run(comparison: Comparison, run: Run) -> Results:
                 ks = [k for k in run.ks if best.best[k][1] == step]
                 # a model is reported at its own K, and to see what another K would have lost, at the others
                 found = _test_weights(trainer, data["test"], comparison.k)
+                if comparison.balances:
+                    found["balances"] = measure_balances(trainer, data["test"], comparison.k)
                 kept.append({"k": ks, "step": step, "epoch": best.best[ks[0]][2], **found})
         except NotFinite as divergence:
             error = str(divergence)

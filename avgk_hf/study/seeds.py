@@ -10,7 +10,7 @@ import numpy as np
 
 from ..files import write_text
 from ..model_card import as_markdown, read_results
-from .columns import as_table, columns_of
+from .columns import Column, as_table, columns_of
 
 RESULTS = "results.json"
 
@@ -39,6 +39,24 @@ def intervals(found: Sequence[dict[str, float]], names: Iterable[str]) -> dict[s
     """The interval of every named metric that all of them have."""
     shared = [name for name in names if found and all(name in metrics for metrics in found)]
     return {name: interval([metrics[name] for metrics in found]) for name in shared}
+
+
+def against(
+    own: dict[int, dict[str, float]], other: dict[int, dict[str, float]], columns: Iterable[Column]
+) -> dict[str, Any]:
+    """By seed the metrics of one and of another: intervals, and of every share the paired difference.
+
+    Returns:
+        `metrics` {metric: interval}, and `difference` {metric: interval, and how many seeds were won and lost}.
+    """
+    columns, difference = list(columns), {}
+    pairs = [(own[seed], other[seed]) for seed in sorted(own.keys() & other.keys())]
+    for name in (column.metric for column in columns if column.percent):
+        values = [a[name] - b[name] for a, b in pairs if name in a and name in b]
+        if values:
+            won, lost = sum(value > 0 for value in values), sum(value < 0 for value in values)
+            difference[name] = {**interval(values), "won": won, "lost": lost}
+    return {"metrics": intervals(list(own.values()), [column.metric for column in columns]), "difference": difference}
 
 
 def find_runs(folders: Sequence[str | Path]) -> list[Path]:

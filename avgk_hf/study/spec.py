@@ -20,6 +20,7 @@ from typing import Any, TypeVar
 from ..checks import check_choice, check_whole, is_number
 from ..losses import LOSSES, Loss, every_hyperparameter
 from ..recipes import Arguments, check_combinations, model_arguments, parse_recipe, read_recipe
+from ..scope import GRID
 from ..sets import check_k, k_key
 from ..shell import is_secret
 from ..training_args import AvgKTrainingArguments
@@ -103,9 +104,11 @@ class Comparison:
         budget: Trainings in which every loss is tuned; drawn evenly from its combinations, the same every time.
         seeds: Number of seeds 0, 1, ... of the tuned losses.
         tune_k: Tune at this K for all; default: for every K by itself.
+        train_k: Train losses that depend on K for this one only, and report them at all; default: for each by itself.
         tune_seed: Seed of the trainings that tune; not one of those reported.
         baseline: The loss that the others are compared with.
         more_data: For glyphs: train the baseline also on so many times the images, as a yardstick; 0 for none.
+        balances: Balances that are measured besides 0, among `scope.GRID`, or `"auto"`; by default none.
         sweeps: Folders of `avgk sweep`, whose curves are drawn where they exist.
         output_dir: Folder for results, table and pictures.
         overrides: Further `--field value` arguments for the recipe.
@@ -118,9 +121,11 @@ class Comparison:
     budget: int = 8
     seeds: int = 5
     tune_k: float | None = None
+    train_k: float | None = None
     tune_seed: int = 1000
     baseline: str = "ce"
     more_data: int = 0
+    balances: list[Any] = field(default_factory=list)
     sweeps: list[str] = field(default_factory=list)
     output_dir: str = "runs/compare"
     overrides: list[str] = field(default_factory=list)
@@ -129,11 +134,14 @@ class Comparison:
         if not isinstance(self.sweeps, list) or not all(isinstance(sweep, str) for sweep in self.sweeps):
             raise ValueError(f"sweeps={self.sweeps!r} must be a list of folders.")
         self._check_searches()
+        if not isinstance(self.balances, list) or not all(each in (*GRID, "auto") for each in self.balances):
+            raise ValueError(f"balances={self.balances!r} must be a list, each among {[*GRID, 'auto']}.")
         if not different(self.k):
             raise ValueError(f"k={self.k!r} must be a list of different sizes, e.g. `k: [2, 3, 5, 10]`.")
         self.k = sorted(check_k(k) for k in self.k)
-        if self.tune_k is not None and self.tune_k not in self.k:
-            raise ValueError(f"tune_k={self.tune_k!r} must be one of k={self.k}, or left out to tune for each.")
+        for name in ("tune_k", "train_k"):
+            if getattr(self, name) not in (None, *self.k):
+                raise ValueError(f"{name}={getattr(self, name)!r} must be one of k={self.k}, or left out for each.")
         for name, least in (("budget", 1), ("seeds", 1), ("tune_seed", 0), ("more_data", 0)):
             check_whole(name, getattr(self, name), least)
         if self.tune_seed < self.seeds:
@@ -260,6 +268,8 @@ def run_path(comparison: Comparison, run: Run) -> Path:
     what |= {"all_k": comparison.k, "run": [run.phase, run.k, run.values, run.seed, list(run.ks)]}
     if run.times > 1:
         what["times"] = run.times
+    if comparison.balances:
+        what["balances"] = comparison.balances
     digest = hashlib.sha256(json.dumps(what, sort_keys=True).encode()).hexdigest()[:10]
     k = "" if run.k is None else f"-k{k_key(run.k)}"
     return Path(comparison.output_dir) / "runs" / f"{run.phase}-{run.loss}{k}-seed{run.seed}-{digest}.json"
@@ -328,7 +338,10 @@ def plan(comparison: Comparison) -> list[Run]:
         runs.append(Run("more_data", loss, k, values, comparison.tune_seed, tuple(comparison.k), comparison.more_data))
     for seed in range(comparison.seeds):  # seed by seed, so that data are generated once
         for loss, of_k in chosen.items():
-            if comparison.loss(loss).needs_k:
+            at = comparison.train_k if comparison.loss(loss).needs_k else None
+            if at is not None:
+                runs.append(Run("final", loss, at, of_k[at], seed, tuple(comparison.k)))
+            elif comparison.loss(loss).needs_k:
                 runs += [Run("final", loss, k, values, seed, (k,)) for k, values in of_k.items()]
             else:  # one training for all K with the same hyperparameters
                 groups: dict[str, list[float]] = {}

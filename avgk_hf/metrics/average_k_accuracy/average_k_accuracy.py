@@ -7,6 +7,7 @@ The mathematics is that of `avgk_hf.sets`; here is a way through Arrow that does
 object.
 """
 
+import functools
 import math
 from collections.abc import Iterator
 from typing import Any
@@ -18,7 +19,9 @@ import pyarrow as pa
 import torch
 
 from avgk_hf.checks import check_choice, is_number, plain
-from avgk_hf.scores import SCORES
+from avgk_hf.records import check_balance
+from avgk_hf.scope import given_prevalence
+from avgk_hf.scores import SCORES, balance_weights
 from avgk_hf.sets import AverageKThreshold, check_k, score_matrix
 from avgk_hf.statistics import SetStatistics, check_train_counts, checked_labels
 
@@ -41,6 +44,9 @@ Args:
     kind: What `predictions` are: `"scores"` (default), compared with lambda_val as they are; `"softmax"` or
         `"sigmoid"` for logits that become scores that way.
     train_counts: Number of training images of each class, (L,), for the few, medium and many shot means.
+    balance: From 0 (default), every image counts alike, to 1, every class does: what is compared with lambda_val is
+        score / prevalence^balance, up to a factor. For probabilities only.
+    prevalence: With `balance`, how frequent each class is, (L,): shares or numbers of images, above 0.
 
 Returns:
     average_k_accuracy: Share of images whose true class has a score >= lambda_val.
@@ -80,7 +86,8 @@ def average_k_accuracy(scores: Any, labels: Any, k: float, **further: Any) -> di
         scores: Scores or logits (n, L): array, tensor, or list of rows. Read as float32.
         labels: True classes (n,), integers in [0, L).
         k: The average set size, in [1, L).
-        further: `lambda_val` or `calibrate`, `kind` and `train_counts`, which the metric describes, as the results.
+        further: `lambda_val` or `calibrate`, `kind`, `train_counts`, `balance` and `prevalence`, which the metric
+            describes, as the results.
 
     Example:
         >>> validation = [[2.0, 1.0, 0.0], [1.0, 0.9, 0.2]]
@@ -92,15 +99,16 @@ def average_k_accuracy(scores: Any, labels: Any, k: float, **further: Any) -> di
     """
     rows, labels = _images(scores, labels)
     asked = _asked(rows.shape[1], k, **further)
-    k, lambda_val, kind = asked["k"], asked["lambda_val"], asked["kind"]
+    k, lambda_val = asked["k"], asked["lambda_val"]
+    scored = functools.partial(_scored, rows, asked["kind"], asked["balance"], asked["prevalence"])
     if lambda_val is None:
         stream = AverageKThreshold([k], num_examples=len(rows))
-        for batch in _scored(rows, kind):
+        for batch in scored():
             stream.update(batch)
         lambda_val = stream.compute()[k]
     # a second pass, because the size of a single image's set is known only when lambda_val is
     stats = SetStatistics([k], len(rows), thresholds={k: lambda_val}, train_counts=asked["train_counts"])
-    for batch, batch_labels in zip(_scored(rows, kind), torch.from_numpy(labels).split(ROWS), strict=True):
+    for batch, batch_labels in zip(scored(), torch.from_numpy(labels).split(ROWS), strict=True):
         stats.update(batch, batch_labels)
     return {**stats.compute()[k], "set_size_histogram": np.bincount(stats.set_sizes(k)).tolist()}
 
@@ -180,11 +188,13 @@ class AverageKAccuracy(evaluate.Metric):
             return error
 
 
-def _scored(rows: np.ndarray, kind: str) -> Iterator[torch.Tensor]:
+def _scored(rows: np.ndarray, kind: str, balance: float, prevalence: Any) -> Iterator[torch.Tensor]:
     """The scores of the next images, (b, L), one batch after the other."""
+    weights = balance_weights(prevalence, balance) if balance else None
     for start in range(0, len(rows), ROWS):
         batch = np.array(rows[start : start + ROWS])  # a copy: it may be read-only, or reversed
-        yield KINDS[kind](torch.from_numpy(batch))  # not `score`: a class masked with -inf has probability 0 here
+        scores = KINDS[kind](torch.from_numpy(batch))  # not `score`: a class masked with -inf has probability 0 here
+        yield scores if weights is None else scores * weights
 
 
 def _asked(
@@ -194,6 +204,8 @@ def _asked(
     calibrate: bool = False,
     kind: str = "scores",
     train_counts: Any = None,
+    balance: float = 0.0,
+    prevalence: Any = None,
 ) -> dict[str, Any]:
     """The arguments by name, with plain numbers in place of scalars of numpy and torch; wrong ones are refused."""
     k, lambda_val = check_k(k, num_labels), plain(lambda_val)
@@ -205,7 +217,15 @@ def _asked(
         )
     if train_counts is not None:
         train_counts = check_train_counts(train_counts, num_labels)
-    return {"k": k, "lambda_val": lambda_val, "calibrate": calibrate, "kind": kind, "train_counts": train_counts}
+    balance = check_balance(balance)
+    if balance and kind == "logit":
+        raise ValueError(f"balance={balance:g} is for probabilities, and kind='logit' gives none: use 'softmax'.")
+    if bool(balance) != (prevalence is not None):
+        raise ValueError(f"balance={balance:g} and prevalence belong together: give both, or neither.")
+    if balance:
+        prevalence = given_prevalence(prevalence, num_labels)
+    asked = {"k": k, "lambda_val": lambda_val, "calibrate": calibrate, "kind": kind, "train_counts": train_counts}
+    return {**asked, "balance": balance, "prevalence": prevalence}
 
 
 def _images(scores: Any, labels: Any) -> tuple[np.ndarray, np.ndarray]:
