@@ -20,6 +20,7 @@ from .calibration import Calibration
 from .checks import check_choice, check_whole
 from .classifiers import best_device, forward, transform_for
 from .conformal import METHODS, question_name
+from .confusions import Listed
 from .data import prepare, skip_bad_images
 from .data.classes import Labels, align_classes
 from .data.datasets import ON_BAD_IMAGE
@@ -250,6 +251,7 @@ def evaluate(
     monitor: SetSizeMonitor | None = None,
     labels: Labels = "name",
     classes_from_dataset: bool = False,
+    listed: Listed | None = None,
 ) -> dict[str, float]:
     """Evaluate a classifier on one split of `load_splits`, in one streaming pass.
 
@@ -270,6 +272,7 @@ def evaluate(
             calibrating, where the sizes are K by construction. Images without labels always have one.
         labels: How the dataset's classes are matched to the model's, as in `match_classes`.
         classes_from_dataset: Calibrate for sets that hold classes of the dataset only, and K of these.
+        listed: Takes in the sets of its K. Not for calibrating.
 
     Returns:
         The metrics, as `AvgKTrainer.evaluate` names them, without prefix; with `"skip"` also how many are `skipped`.
@@ -291,7 +294,11 @@ def evaluate(
     ks = evaluated_sizes(config, k, calibrate, labelled, watched, len(classes or config.id2label))
     levels = evaluated_levels(config, coverage, calibrate, len(dataset), method, per_class) if labelled else []
     evaluation = Evaluation(config, len(dataset), ks, calibrate, levels, method, per_class, classes=classes)
-    run_model(model, dataset, [evaluation], batch_size, num_workers, "calibrate" if calibrate else "evaluate")
+    collected = [evaluation]
+    if listed is not None:
+        listed.dataset = dataset
+        collected.append(listed)
+    run_model(model, dataset, collected, batch_size, num_workers, "calibrate" if calibrate else "evaluate")
     if calibrate:
         evaluation.store(dataset=dataset_name, split=str(dataset.split or "validation"))
     return {**_reported(evaluation, isinstance(model, AvgKForImageClassification), monitor), **skipped}

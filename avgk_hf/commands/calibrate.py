@@ -1,12 +1,14 @@
 """`avgk calibrate`."""
 
 import argparse
+import sys
 from pathlib import Path
 from typing import Any
 
 from ..files import new_file, refuse_link, replacing
 from ..shell import printable
-from .evaluate import is_first_process, measure, print_metrics, read_split, shared_arguments
+from .evaluate import check_dataset, is_first_process, measure, print_metrics, read_split, shared_arguments, title_of
+from .options import check_model
 
 HELP = "compute a model's thresholds on validation images"
 
@@ -25,6 +27,8 @@ def arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> None:
+    check_model(args.model, args.k, calibrated=False)
+    check_dataset(args)
     from ..calibration import Calibration
     from ..classifiers import best_device, load_classifier, write_thresholds
     from ..hub import push_folder
@@ -41,11 +45,14 @@ def run(args: argparse.Namespace) -> None:
         save_classifier(model, args.out, metrics, args.push)
     else:
         write_thresholds(model, args.model)
-    print_metrics(metrics, args.json)
+    print_metrics(metrics, args, getattr(model.config, "k", None))
     if args.plot:
         from ..study.plots import tradeoff_curve
 
-        tradeoff_curve({Path(args.model).resolve().name: Calibration.of(model.config).curve}, args.plot)
+        name = title_of(args.model)
+        title = f"{name}: size against coverage on {args.split}"
+        if not tradeoff_curve({name: Calibration.of(model.config).curve}, args.plot, title):
+            print("K = 1 alone makes no curve, so there is no picture: add e.g. --k 1 2 5.", file=sys.stderr)
     if not args.json:
         print(f"thresholds written to {args.out or args.model}")
         _say_what_changed(before, _recorded(model.config), None if args.out else Path(args.model))
@@ -89,9 +96,10 @@ def save_classifier(model: Any, folder: str | Path, metrics: dict[str, float], r
     from ..classifiers import carry_code, image_processor, write_thresholds
     from ..model_card import render_card
     from ..modeling import AvgKForImageClassification
+    from ..weights import without_bars
 
     folder = Path(folder)
-    with replacing(folder) as new:
+    with replacing(folder) as new, without_bars():
         model.save_pretrained(new)
         write_thresholds(model, new)
         if not isinstance(model, AvgKForImageClassification):

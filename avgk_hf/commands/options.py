@@ -16,6 +16,25 @@ BATCH_SIZE = {"type": int, "default": 64, "help": "images per forward pass (%(de
 METHOD = {"default": "lac", "help": "how coverage is reached: lac, aps or raps (%(default)s)"}
 
 
+def check_model(name: str, ks: list[float] = (), calibrated: bool = True) -> None:
+    """Refuse a model and set sizes that cannot be meant, before torch is imported.
+
+    Args:
+        name: Folder or Hub id; of the latter nothing is known yet.
+        ks: Average set sizes.
+        calibrated: Whether they have to be in the calibrated range.
+    """
+    from ..checks import check_calibrated, check_k, model_folder, read_config
+
+    folder = model_folder(name)
+    stored = {} if folder is None else read_config(folder)
+    labels, thresholds = (stored.get(field) for field in ("id2label", "thresholds"))
+    for k in ks:
+        check_k(k, len(labels) if isinstance(labels, dict) and labels else None)
+        if calibrated and isinstance(thresholds, dict) and thresholds:
+            check_calibrated(k, [float(key) for key in thresholds])
+
+
 def label_arguments(parser: argparse.ArgumentParser) -> None:
     """How the classes of a dataset are matched to the model's."""
     labels = parser.add_mutually_exclusive_group()
