@@ -64,6 +64,11 @@ class Listed:
         place = slice(self._starts[image], self._starts[image + 1])
         return self.ids[place], self.scores[place]
 
+    @property
+    def accuracy(self) -> float:
+        """The share of the images whose set holds their class."""
+        return float((np.repeat(self.labels, self.sizes) == self.ids).sum() / len(self.sizes))
+
     def longest(self, number: int) -> np.ndarray:
         """The images with the longest sets, and among equals those whose best class has the lowest score."""
         best = np.full(len(self.sizes), -np.inf)

@@ -23,7 +23,9 @@ Row = Mapping[str, Any]
 
 def row(image: str, asked: tuple[str, float], found: list[dict[str, Any]], error: str | None = None) -> Row:
     """One row: the set of an image, or the reason why it has none."""
-    return {"image": image, asked[0]: asked[1], "size": len(found), "set": found, "error": error}
+    name, value = asked
+    value = int(value) if float(value).is_integer() else value
+    return {"image": image, name: value, "size": len(found), "set": found, "error": error}
 
 
 def cell(value: Any) -> str:

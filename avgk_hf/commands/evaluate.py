@@ -87,6 +87,8 @@ def _show_sets(listed: Any, args: argparse.Namespace, name: str) -> list[Path]:
     from ..study.plots import confusion_groups, contact_sheet
 
     asked, files = f"{name}, K = {listed.k:g}", []
+    if listed.labels is not None:
+        asked += f", accuracy {100 * listed.accuracy:.1f}%"
     if args.per_species:
         files.append(Path(args.per_species))
         with written_to(files[0]) as write:

@@ -105,12 +105,8 @@ def _asked(question: Any, calibration: Any) -> tuple[str, float]:
     """What a question asks for: a name and a number."""
     for name in ("coverage", "cumulative", "lambda_val", "k"):
         if getattr(question, name) is not None:
-            return name, _whole(getattr(question, name))
-    return "k", _whole(calibration.k)
-
-
-def _whole(number: float) -> float:
-    return int(number) if float(number).is_integer() else number
+            return name, getattr(question, name)
+    return "k", calibration.k
 
 
 def _words(name: str, value: float) -> str:

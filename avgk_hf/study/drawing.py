@@ -95,10 +95,10 @@ def drawn_axis(
         save(figure, path)
 
 
-def save(figure: Any, path: str | Path) -> None:
+def save(figure: Any, path: str | Path, **how: Any) -> None:
     path = Path(path)
     with new_file(path if path.suffix else path.with_name(f"{path.name}.png")) as new:
-        figure.savefig(new, dpi=130)
+        figure.savefig(new, dpi=130, **how)
     pyplot().close(figure)
 
 

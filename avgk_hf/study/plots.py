@@ -79,7 +79,7 @@ def contact_sheet(
     ]
     columns, legend = min(columns, len(shown)), "" if labels is None else " (✓ the true class, ✗ missed)"
     lines = [[caption for caption, _ in captions[i : i + columns]] for i in range(0, len(shown), columns)]
-    heights = [SIDE + LINE * (1.5 + max(caption.count("\n") for caption in row)) for row in lines]
+    heights = [SIDE + GAP + LINE * (1 + max(caption.count("\n") for caption in row)) for row in lines]
     heading = whole(title + legend, 20 * columns)
     with readable([heading, *(text for both in captions for text in both)]) as plt:
         top = sum(heights)
@@ -143,7 +143,7 @@ def confusion_groups(groups: Sequence[Sequence[str]], shares: np.ndarray, path: 
         axis.tick_params(length=0)
         axis.set(xlabel="class in the set", ylabel="true class")
         axis.set_title(whole(title + " (% of its images)", 60), fontsize=10, loc="left")
-        save(figure, path)
+        save(figure, path, bbox_inches="tight")
 
 
 def set_size_histogram(counts: dict[str, Sequence[int]], path: str | Path, title: str = "Set sizes on test") -> None:
