@@ -1,6 +1,7 @@
 """`avgk train`."""
 
 import argparse
+from itertools import pairwise
 from pathlib import Path
 
 HELP = "train a model from a recipe"
@@ -27,9 +28,9 @@ def _check(arguments: list[str]) -> None:
     if {"-h", "--help"} & set(arguments) or not arguments or arguments[0].startswith("-"):
         return
     given = read_recipe(Path(arguments[0]))
-    for before, text in zip(arguments, arguments[1:], strict=False):  # a later one counts
-        name, equals, value = text.partition("=")
-        given |= {name[2:]: value} if equals else {before[2:]: text} if before.startswith("--") else {}
+    for flag, value in pairwise([*arguments[1:], ""]):  # a later one counts
+        name, equals, own = flag.partition("=")
+        given |= {name[2:]: own if equals else value} if flag.startswith("--") else {}
     if isinstance(given.get("dataset"), str):
         check_dataset(given["dataset"])
     try:

@@ -20,6 +20,7 @@ LINES = [("-", "o"), ("--", "s"), (":", "^"), ("-.", "D"), ((0, (1, 1)), "v"), (
 HATCHES = ["", "///", "...", "xx"]
 MOST_CHARACTERS = 120  # of a name
 FONTS = ("CJK", "Noto Sans", "Source Han", "WenQuanYi", "Unicode", "YaHei", "PingFang", "Hiragino", "Gothic")
+NO_TEXT = ("Color", "Last Resort")  # emoji that matplotlib cannot draw, and boxes in place of every character
 
 
 def pyplot() -> Any:
@@ -44,9 +45,10 @@ def _families(characters: frozenset[str]) -> list[str]:
     own = font_manager.fontManager
     missing = characters - _drawn(own.findfont("DejaVu Sans"))
     families = ["DejaVu Sans"]
-    likely = sorted(own.ttflist, key=lambda font: (not any(part in font.name for part in FONTS), font.name))
+    text = [font for font in own.ttflist if not any(part in font.name for part in NO_TEXT)]
+    likely = sorted(text, key=lambda font: (not any(part in font.name for part in FONTS), font.name))
     for font in likely if missing else ():
-        if font.name not in families and "Color" not in font.name and (found := missing & _drawn(font.fname)):
+        if font.name not in families and (found := missing & _drawn(font.fname)):
             families.append(font.name)
             missing -= found
         if not missing:
