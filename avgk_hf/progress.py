@@ -4,8 +4,12 @@ import sys
 import time
 from typing import Any
 
+import torch
+from torch import nn
+from torch.func import functional_call
 from transformers import PrinterCallback, ProgressCallback, Trainer, TrainerState, TrainingArguments
 
+from .scores import head_logits
 from .sets import k_key
 
 
@@ -81,6 +85,32 @@ class EpochLines(ProgressCallback):
             parts.append(f"{hours}:{minutes:02}:{seconds:02} left" if hours else f"{minutes}:{seconds:02} left")
         write = print if self.training_bar is None else self.training_bar.write
         write("  ".join(parts))
+
+
+def leaves_parameters_out(model: nn.Module) -> bool | None:
+    """Whether some parameter gets no gradient from the heads, found without computing; None where that fails."""
+    tensors = {name: torch.empty_like(each, device="meta") for name, each in model.named_buffers()}
+    trained = {name: each for name, each in model.named_parameters() if each.requires_grad}
+    shapes = {name: torch.empty_like(each, device="meta") for name, each in model.named_parameters()}
+    leaves = [shapes[name].requires_grad_() for name in trained]
+    images = torch.empty(2, *model.config.pretrained_cfg["input_size"], device="meta")
+    try:
+        output = functional_call(model, {**tensors, **shapes}, kwargs={"pixel_values": images, "return_dict": True})
+        total = sum(logits.sum() for logits in head_logits(output) if logits is not None)
+        return any(each is None for each in torch.autograd.grad(total, leaves, allow_unused=True))
+    except (RuntimeError, NotImplementedError, TypeError):
+        return None
+
+
+def look_for_unused(trainer: Trainer) -> None:
+    """Let several processes look for parameters without a gradient only if there are any.
+
+    The stock trainer lets them look in every step, and torch warns that there was nothing to be found.
+    """
+    args, model = trainer.args, trainer.model
+    checkpointing = args.gradient_checkpointing or args.activation_checkpointing
+    if args.world_size > 1 and args.ddp_find_unused_parameters is None and model is not None and not checkpointing:
+        args.ddp_find_unused_parameters = leaves_parameters_out(model)
 
 
 def print_lines(trainer: Trainer) -> None:

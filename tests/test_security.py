@@ -1429,6 +1429,18 @@ def test_the_image_of_a_visitor_is_removed_when_another_comes_and_when_he_leaves
         eventually(lambda leaving=leaving: leaving is visitor or not os.path.exists(second))
 
 
+def test_an_example_that_a_visitor_uploads_stays(visitor, example):
+    """Gradio keeps files by their content, so that it is the same file."""
+    config = visitor.http.get("/config").json()
+    (gallery,) = (c["props"]["value"] for c in config["components"] if c["type"] == "gallery")
+    uploaded = visitor.upload(example.read_bytes(), example.name)
+    assert uploaded == gallery[0]["image"]["path"]
+    meta = {"meta": {"_type": "gradio.FileData"}}
+    assert visitor.event(visitor.several, [[{"path": uploaded, **meta}], 2])["success"]
+    assert visitor.look(uploaded)[0] and visitor.look(visitor.upload(encode(picture(seed=500), "PNG")))[0]
+    assert visitor.http.get(gallery[0]["image"]["url"]).content == example.read_bytes()
+
+
 @pytest.mark.skipif(os.name == "nt", reason="Windows has other rights")
 def test_other_users_of_the_machine_cannot_read_uploads():
     assert stat.S_IMODE(upload_folder().stat().st_mode) == 0o700

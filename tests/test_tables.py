@@ -20,7 +20,7 @@ from avgk_hf.calibration import Calibration
 from avgk_hf.cli import main
 from avgk_hf.confusions import Listed
 from avgk_hf.data.datasets import make_split
-from avgk_hf.progress import EpochLines
+from avgk_hf.progress import EpochLines, leaves_parameters_out
 from avgk_hf.questions import Question
 from avgk_hf.recipes import describe_fields
 from avgk_hf.rows import cells, row, written_to
@@ -253,6 +253,18 @@ def test_a_training_prints_lines_and_no_noise(make_trainer, capfd, caplog):
     assert "use_cache" not in caplog.text
     assert "eval_topk_accuracy" in (Path(trainer.args.output_dir) / "train.log").read_text()
     assert [type(each) for each in trainer.callback_handler.callbacks].count(EpochLines) == 1
+
+
+def test_processes_look_for_unused_parameters_only_if_there_are_any(make_model):
+    """Without computing anything: neither weights nor buffers change."""
+    model = make_model().train()
+    before = {name: value.clone() for name, value in model.state_dict().items()}
+    assert leaves_parameters_out(model) is False
+    assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
+    model.spare = torch.nn.Parameter(torch.zeros(3))
+    assert leaves_parameters_out(model) is True
+    model.spare.requires_grad_(False)
+    assert leaves_parameters_out(model) is False and model.ml_head.weight.grad is None
 
 
 def test_loading_a_folder_and_a_model_is_silent(model_folder, image_folder, tmp_path, monkeypatch, capfd):

@@ -139,7 +139,7 @@ def _several(events: _Events) -> gr.File:
     """Where several images are dropped at once."""
     files = gr.File(
         file_count="multiple",
-        label=f"Several images at once, {MOST_AT_ONCE} at most, for a table to download",
+        label=f"Several images at once, {MOST_AT_ONCE} at most",
         height=120,
         buttons=[],
         elem_id="avgk-files",
