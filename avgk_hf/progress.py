@@ -93,12 +93,12 @@ def leaves_parameters_out(model: nn.Module) -> bool | None:
     trained = {name: each for name, each in model.named_parameters() if each.requires_grad}
     shapes = {name: torch.empty_like(each, device="meta") for name, each in model.named_parameters()}
     leaves = [shapes[name].requires_grad_() for name in trained]
-    images = torch.empty(2, *model.config.pretrained_cfg["input_size"], device="meta")
     try:
+        images = torch.empty(2, *model.config.pretrained_cfg["input_size"], device="meta")
         output = functional_call(model, {**tensors, **shapes}, kwargs={"pixel_values": images, "return_dict": True})
         total = sum(logits.sum() for logits in head_logits(output) if logits is not None)
         return any(each is None for each in torch.autograd.grad(total, leaves, allow_unused=True))
-    except (RuntimeError, NotImplementedError, TypeError):
+    except (RuntimeError, NotImplementedError, TypeError, KeyError):
         return None
 
 

@@ -29,10 +29,14 @@ def check_model(name: str, ks: list[float] = (), calibrated: bool = True) -> Non
     folder = model_folder(name)
     stored = {} if folder is None else read_config(folder)
     labels, thresholds = (stored.get(field) for field in ("id2label", "thresholds"))
+    try:
+        known = [float(key) for key in thresholds or ()] if calibrated else []
+    except (TypeError, ValueError):  # refused with the field's name when the model is loaded
+        known = []
     for k in ks:
         check_k(k, len(labels) if isinstance(labels, dict) and labels else None)
-        if calibrated and isinstance(thresholds, dict) and thresholds:
-            check_calibrated(k, [float(key) for key in thresholds])
+        if known:
+            check_calibrated(k, known)
 
 
 def label_arguments(parser: argparse.ArgumentParser) -> None:

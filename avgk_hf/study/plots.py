@@ -12,6 +12,7 @@ from ..images import open_image
 from .drawing import COLOURS, HATCHES, LINES, drawn_axis, look, pyplot, readable, save, whole
 
 SIDE, GAP, LINE, HEADING = 1.6, 0.15, 0.115, 0.17  # of a contact sheet, in inches: image, between, line, of the title
+MOST_BARS, LEAST_DRAWN = 14, 0.001  # sizes that are bars, more are a line; the smallest share that is shown
 WIDTH, MOST_DRAWN = 23, 320  # columns of a name below an image, pixels of its longer side
 
 
@@ -154,22 +155,19 @@ def set_size_histogram(counts: dict[str, Sequence[int]], path: str | Path, title
         path: PNG or SVG to write.
         title: Above the axes.
     """
-    width = 0.8 / len(counts)
+    width, largest = 0.8 / len(counts), 0
     with drawn_axis(path, "classes in the set", "share of images", title, height=3.6, names=counts) as axis:
         for i, (name, series) in enumerate(counts.items()):
-            sizes, total = np.arange(len(series)), max(sum(series), 1)
-            label = f"{whole(name)} (mean {np.dot(sizes, series) / total:.2f})"
+            sizes, shares = np.arange(len(series)), np.asarray(series) / max(sum(series), 1)
+            label = f"{whole(name)} (mean {np.dot(sizes, shares):.2f})"
+            largest = max(largest, *np.flatnonzero(shares >= LEAST_DRAWN), 1)
+            if max(map(len, counts.values())) > MOST_BARS:
+                axis.plot(sizes, shares, label=label, **look(i))
+                continue
             places = sizes + (i - (len(counts) - 1) / 2) * width
-            shares = np.asarray(series) / total
-            axis.bar(
-                places,
-                shares,
-                width,
-                label=label,
-                color=COLOURS[i % len(COLOURS)],
-                edgecolor="white",
-                hatch=HATCHES[i % len(HATCHES)],
-            )
+            style = {"color": COLOURS[i % len(COLOURS)], "hatch": HATCHES[i % len(HATCHES)], "edgecolor": "white"}
+            axis.bar(places, shares, width, label=label, **style)
+        axis.set_xlim(-0.6, largest + 0.6)
         axis.xaxis.get_major_locator().set_params(integer=True)
 
 
@@ -205,7 +203,7 @@ def accuracy_curve(
             axis.errorbar([k * (1 + shift) for k in curve], **found, capsize=2, label=whole(name), **look(i))
         for i, (name, limit) in enumerate((limits or {}).items()):
             values = [100 * value for value in limit.values()]
-            axis.plot(list(limit), values, color="0.6", linestyle=LINES[-1 - i % 2][0], label=whole(name))
+            axis.plot(list(limit), values, color="0.55", linestyle=LINES[-1 - i % 3][0], label=whole(name))
         _number_axis(axis, sorted({k for curve in curves.values() for k in curve}))
     return True
 
