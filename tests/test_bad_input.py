@@ -1300,5 +1300,5 @@ def test_hostile_names_in_pictures(case, tmp_path):
 
     contact_sheet([picture()], [[1]], [0], ["ash", case], tmp_path / "sheet.svg", columns=1, rows=1)
     set_size_histogram({case: [1, 2], "b": [3]}, tmp_path / "sizes.svg")
-    accuracy_curve({case: {1: {"mean": 0.5, "half_width": None}}}, tmp_path / "curve.svg")
+    accuracy_curve({case: {k: {"mean": 0.5, "half_width": None} for k in (1, 2)}}, tmp_path / "curve.svg")
     assert tree(tmp_path) == ["curve.svg", "sheet.svg", "sizes.svg"]

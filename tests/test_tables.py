@@ -192,6 +192,9 @@ def test_evaluate_writes_species_and_unsure_images(model_folder, image_folder, t
         shutil.copy(path, flat)
     assert main(["evaluate", str(model_folder), str(flat), "--unsure", "2", "--unsure-out", str(tmp_path / "u")]) == 0
     assert "species" not in (tmp_path / "u" / "unsure.csv").read_text("utf-8-sig").splitlines()[0]
+    for wrong, message in ((["--unsure", "0"], "must be a number of images"), (["--per-species", "a"], "ends with")):
+        assert main(["evaluate", str(model_folder), str(flat), *wrong]) == 2
+        assert message in capsys.readouterr().err
     assert main(["evaluate", str(model_folder), str(flat), "--per-species", str(table)]) == 2
     assert "--per-species needs labels" in capsys.readouterr().err
 

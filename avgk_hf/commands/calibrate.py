@@ -27,15 +27,15 @@ def arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> None:
+    if not args.out and (args.push or not Path(args.model).is_dir()):
+        raise ValueError("name a folder for the calibrated model with --out.")
+    refuse_link(args.out or args.model)  # now, and not when all is computed
     check_model(args.model, args.k, calibrated=False)
     check_dataset(args)
     from ..calibration import Calibration
     from ..classifiers import best_device, load_classifier, write_thresholds
     from ..hub import push_folder
 
-    if not args.out and (args.push or not Path(args.model).is_dir()):
-        raise ValueError("name a folder for the calibrated model with --out.")
-    refuse_link(args.out or args.model)  # now, and not when all is computed
     model = load_classifier(args.model).to(best_device())
     split, before = read_split(args), _recorded(model.config)
     metrics = measure(model, split, args, calibrate=True, classes_from_dataset=args.classes_from_dataset)

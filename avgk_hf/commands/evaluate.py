@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from ..files import refuse_link, write_text
+from ..rows import check_ending, written_to
 from ..shell import printable
 from .options import ALLOW_OUTSIDE, BAD_IMAGES, BATCH_SIZE, METHOD, check_model, label_arguments, labels_of
 
@@ -51,14 +52,18 @@ def shared_arguments(parser: argparse.ArgumentParser, split: str) -> None:
 
 
 def run(args: argparse.Namespace) -> None:
+    for path in filter(None, (args.out, args.per_species)):  # now, and not when all is computed
+        refuse_link(Path(path).parent)
     check_model(args.model, args.k)
     check_dataset(args)
+    if args.per_species:
+        check_ending(args.per_species)
+    if args.unsure is not None and args.unsure < 1:
+        raise ValueError(f"--unsure {args.unsure} must be a number of images, e.g. 24.")
     from ..classifiers import best_device, load_classifier
     from ..confusions import Listed
     from ..monitor import SetSizeMonitor
 
-    for path in filter(None, (args.out, args.per_species)):  # now, and not when all is computed
-        refuse_link(Path(path).parent)
     model = load_classifier(args.model).to(best_device())
     split = read_split(args, unlabelled=args.label_column == "label")  # one that is named has to be there
     if args.per_species and "label" not in split.column_names:
@@ -83,7 +88,6 @@ def run(args: argparse.Namespace) -> None:
 
 def _show_sets(listed: Any, args: argparse.Namespace, name: str) -> list[Path]:
     """Write what was asked for about the sets, and return the files."""
-    from ..rows import written_to
     from ..study.plots import confusion_groups, contact_sheet
 
     asked, files = f"{name}, K = {listed.k:g}", []
