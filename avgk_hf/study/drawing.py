@@ -19,6 +19,7 @@ COLOURS = ["#0072B2", "#E69F00", "#000000", "#009E73", "#D55E00", "#56B4E9", "#C
 LINES = [("-", "o"), ("--", "s"), (":", "^"), ("-.", "D"), ((0, (1, 1)), "v"), ((0, (5, 1)), "x")]
 HATCHES = ["", "///", "...", "xx"]
 MOST_CHARACTERS = 120  # of a name
+_said: set[str] = set()  # characters that no font draws, and that were said to be so
 FONTS = ("CJK", "Noto Sans", "Source Han", "WenQuanYi", "Unicode", "YaHei", "PingFang", "Hiragino", "Gothic")
 NO_TEXT = ("Color", "Last Resort")  # emoji that matplotlib cannot draw, and boxes in place of every character
 
@@ -53,7 +54,9 @@ def _families(characters: frozenset[str]) -> list[str]:
             missing -= found
         if not missing:
             break
+    missing -= _said
     if missing:
+        _said.update(missing)
         shown = " ".join(f"{c} (U+{ord(c):04X})" for c in sorted(missing)[:10]) + " ..." * (len(missing) > 10)
         logger.warning(f"no font here draws {shown}: install one, e.g. Noto Sans CJK, and draw again.")
     return families
@@ -116,4 +119,5 @@ def whole(name: str, width: int = 60) -> str:
     name = name if len(name) <= MOST_CHARACTERS else name[: MOST_CHARACTERS - 1] + "…"
     wide = sum(unicodedata.east_asian_width(c) in "WF" for c in name)  # these take two columns
     width = width if not wide else max(round(width * len(name) / (len(name) + wide)), 1)
-    return "\n".join(textwrap.wrap(name, width)).replace("$", r"\$")
+    lines = textwrap.wrap(name.replace("_", "_ "), width)  # where words of a file's name end, too
+    return "\n".join(lines).replace("_ ", "_").replace("$", r"\$")
