@@ -177,6 +177,11 @@ def model_folder(name: str) -> Path | None:
     return None
 
 
+def title_of(name: str) -> str:
+    """What to call a model: its folder, or its id on the Hub."""
+    return Path(name).resolve().name if Path(name).is_dir() else name
+
+
 def read_config(folder: Path) -> dict[str, Any]:
     """What the config.json of a saved model maps."""
     if not (folder / "config.json").is_file():

@@ -21,6 +21,7 @@ from starlette.middleware import Middleware
 from starlette.middleware.trustedhost import TrustedHostMiddleware
 from torch import Tensor
 
+from ..checks import title_of
 from ..classifiers import load_classifier
 from ..sets import k_key
 from .answers import NOUN, TEMPLATES, Answers, chosen_examples, message, question_text, render
@@ -303,8 +304,3 @@ def serve(name: str, port: int = 7860, examples: str | None = None, noun: str = 
                 time.sleep(3600)
         finally:
             page.close(verbose=False)
-
-
-def title_of(name: str) -> str:
-    """What to call a model: its folder, or its id on the Hub."""
-    return Path(name).resolve().name if Path(name).is_dir() else name

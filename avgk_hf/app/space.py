@@ -11,11 +11,11 @@ from pathlib import Path
 
 from transformers.utils import logging
 
+from ..checks import title_of
 from ..classifiers import load_classifier
 from ..files import copy_file, leads_out, make_folder, write_text
 from ..hub import published
 from .answers import NOUN, Answers, chosen_examples, render
-from .page import title_of
 
 logger = logging.get_logger(__name__)
 PACKAGE = Path(__file__).parent.parent

@@ -7,7 +7,7 @@ from typing import Any
 
 from ..files import new_file, refuse_link, replacing
 from ..shell import printable
-from .evaluate import check_dataset, is_first_process, measure, print_metrics, read_split, shared_arguments, title_of
+from .evaluate import is_first_process, measure, print_metrics, read_split, shared_arguments
 from .options import check_model
 
 HELP = "compute a model's thresholds on validation images"
@@ -30,8 +30,7 @@ def run(args: argparse.Namespace) -> None:
     if not args.out and (args.push or not Path(args.model).is_dir()):
         raise ValueError("name a folder for the calibrated model with --out.")
     refuse_link(args.out or args.model)  # now, and not when all is computed
-    check_model(args.model, args.k, calibrated=False)
-    check_dataset(args)
+    check_model(args.model, args.k, calibrated=False, dataset=args.dataset)
     from ..calibration import Calibration
     from ..classifiers import best_device, load_classifier, write_thresholds
     from ..hub import push_folder
@@ -47,6 +46,7 @@ def run(args: argparse.Namespace) -> None:
         write_thresholds(model, args.model)
     print_metrics(metrics, args, getattr(model.config, "k", None))
     if args.plot:
+        from ..checks import title_of
         from ..study.plots import tradeoff_curve
 
         name = title_of(args.model)

@@ -54,12 +54,12 @@ def shared_arguments(parser: argparse.ArgumentParser, split: str) -> None:
 def run(args: argparse.Namespace) -> None:
     for path in filter(None, (args.out, args.per_species)):  # now, and not when all is computed
         refuse_link(Path(path).parent)
-    check_model(args.model, args.k)
-    check_dataset(args)
+    check_model(args.model, args.k, dataset=args.dataset)
     if args.per_species:
         check_ending(args.per_species)
     if args.unsure is not None and args.unsure < 1:
         raise ValueError(f"--unsure {args.unsure} must be a number of images, e.g. 24.")
+    from ..checks import title_of
     from ..classifiers import best_device, load_classifier
     from ..confusions import Listed
     from ..monitor import SetSizeMonitor
@@ -115,18 +115,6 @@ def _show_sets(listed: Any, args: argparse.Namespace, name: str) -> list[Path]:
         title = f"{asked}: the photographs with the longest sets"
         contact_sheet(pictures, sets, labels, listed.names, files[-1], scores, title, ordered=False)
     return files
-
-
-def check_dataset(args: argparse.Namespace) -> None:
-    """Refuse a folder that is not there, before torch is imported."""
-    from ..checks import check_dataset
-
-    check_dataset(args.dataset)
-
-
-def title_of(model: str) -> str:
-    """What to call a model in a picture: its folder, or its id on the Hub."""
-    return Path(model).resolve().name if Path(model).is_dir() else model
 
 
 def read_split(args: argparse.Namespace, unlabelled: bool = False) -> Any:

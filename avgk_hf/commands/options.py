@@ -16,15 +16,16 @@ BATCH_SIZE = {"type": int, "default": 64, "help": "images per forward pass (%(de
 METHOD = {"default": "lac", "help": "how coverage is reached: lac, aps or raps (%(default)s)"}
 
 
-def check_model(name: str, ks: list[float] = (), calibrated: bool = True) -> None:
+def check_model(name: str, ks: list[float] = (), calibrated: bool = True, dataset: str | None = None) -> None:
     """Refuse a model and set sizes that cannot be meant, before torch is imported.
 
     Args:
         name: Folder or Hub id; of the latter nothing is known yet.
         ks: Average set sizes.
         calibrated: Whether they have to be in the calibrated range.
+        dataset: A dataset, whose path has to be there.
     """
-    from ..checks import check_calibrated, check_k, model_folder, read_config
+    from ..checks import check_calibrated, check_dataset, check_k, model_folder, read_config
 
     folder = model_folder(name)
     stored = {} if folder is None else read_config(folder)
@@ -37,6 +38,8 @@ def check_model(name: str, ks: list[float] = (), calibrated: bool = True) -> Non
         check_k(k, len(labels) if isinstance(labels, dict) and labels else None)
         if known:
             check_calibrated(k, known)
+    if dataset is not None:
+        check_dataset(dataset)
 
 
 def label_arguments(parser: argparse.ArgumentParser) -> None:
