@@ -64,9 +64,9 @@ class CheckpointTrainer(Trainer):
             check_output_dir(args.output_dir)
         self._resumed: TrainerState | None = None
         self._epochs = self._steps_per_epoch = None
+        look_for_unused(args, kwargs.get("model"))
         super().__init__(args=args, callbacks=[GoingOn(self), *(callbacks or [])], **kwargs)
         print_lines(self)
-        look_for_unused(self)
         self.add_callback(LogFile())
 
     def train(self, resume_from_checkpoint: str | bool | None = None, *args: Any, **kwargs: Any) -> Any:

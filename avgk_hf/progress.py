@@ -102,12 +102,11 @@ def leaves_parameters_out(model: nn.Module) -> bool | None:
         return None
 
 
-def look_for_unused(trainer: Trainer) -> None:
+def look_for_unused(args: TrainingArguments, model: nn.Module | None) -> None:
     """Let several processes look for parameters without a gradient only if there are any.
 
     The stock trainer lets them look in every step, and torch warns that there was nothing to be found.
     """
-    args, model = trainer.args, trainer.model
     checkpointing = args.gradient_checkpointing or args.activation_checkpointing
     if args.world_size > 1 and args.ddp_find_unused_parameters is None and model is not None and not checkpointing:
         args.ddp_find_unused_parameters = leaves_parameters_out(model)
