@@ -264,4 +264,4 @@ def _described(item: Field) -> str:
     text += f": {', '.join(map(str, choices))}" if choices else ""
     default = item.default if item.default_factory is MISSING else item.default_factory()
     shown = "required" if default is MISSING else "none" if default in (None, [], "") else str(default)
-    return f"  {item.name:28}{text} ({shown})"
+    return f"  {item.name:28} {text} ({shown})"
