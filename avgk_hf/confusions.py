@@ -24,7 +24,7 @@ class Listed:
         k: Average set size, in the calibrated range; default the model's own.
 
     Attributes:
-        dataset: The images that were evaluated, as `evaluate` sets it.
+        dataset: The images that were evaluated, as `run_model` sets it.
         sizes: Set size of every image, (n,).
         labels: True classes (n,), or None.
         ids: The classes of all sets one after the other, best first, (sum of sizes,).

@@ -251,7 +251,7 @@ def evaluate(
     monitor: SetSizeMonitor | None = None,
     labels: Labels = "name",
     classes_from_dataset: bool = False,
-    listed: Listed | None = None,
+    listed: Sequence[Listed] = (),
 ) -> dict[str, float]:
     """Evaluate a classifier on one split of `load_splits`, in one streaming pass.
 
@@ -272,7 +272,7 @@ def evaluate(
             calibrating, where the sizes are K by construction. Images without labels always have one.
         labels: How the dataset's classes are matched to the model's, as in `match_classes`.
         classes_from_dataset: Calibrate for sets that hold classes of the dataset only, and K of these.
-        listed: Takes in the sets of its K. Not for calibrating.
+        listed: Each takes in the sets of its K. Not for calibrating.
 
     Returns:
         The metrics, as `AvgKTrainer.evaluate` names them, without prefix; with `"skip"` also how many are `skipped`.
@@ -282,23 +282,17 @@ def evaluate(
     check_choice("on_bad_image", on_bad_image, ON_BAD_IMAGE)
     check_choice("method", method, METHODS)
     config, labelled, k, skipped = model.config, "label" in dataset.column_names, list(k), {}
-    by_coverage = coverage is not None or per_class or method != "lac"
-    check_asked(labelled, calibrate, monitor is not None, by_coverage)
+    check_asked(labelled, calibrate, monitor is not None, coverage is not None or per_class or method != "lac")
     if on_bad_image == "skip":  # before anything is computed, because the threshold depends on the number of images
         dataset, number = skip_bad_images(dataset, str(dataset.split or dataset_name or "the dataset"), num_workers)
         skipped = {"skipped": number}
     dataset, classes = align_classes(dataset, config, labels, calibrate, classes_from_dataset)
     if not labelled:
         monitor = monitor or SetSizeMonitor.from_config(config, *k[:1])
-    watched = None if monitor is None else monitor.k
-    ks = evaluated_sizes(config, k, calibrate, labelled, watched, len(classes or config.id2label))
+    ks = evaluated_sizes(config, k, calibrate, labelled, monitor and monitor.k, len(classes or config.id2label))
     levels = evaluated_levels(config, coverage, calibrate, len(dataset), method, per_class) if labelled else []
     evaluation = Evaluation(config, len(dataset), ks, calibrate, levels, method, per_class, classes=classes)
-    collected = [evaluation]
-    if listed is not None:
-        listed.dataset = dataset
-        collected.append(listed)
-    run_model(model, dataset, collected, batch_size, num_workers, "calibrate" if calibrate else "evaluate")
+    run_model(model, dataset, [evaluation, *listed], batch_size, num_workers, "calibrate" if calibrate else "evaluate")
     if calibrate:
         evaluation.store(dataset=dataset_name, split=str(dataset.split or "validation"))
     return {**_reported(evaluation, isinstance(model, AvgKForImageClassification), monitor), **skipped}
@@ -317,7 +311,7 @@ def _reported(evaluation: Evaluation, has_loss: bool, monitor: SetSizeMonitor | 
 def run_model(
     model: PreTrainedModel,
     dataset: Dataset,
-    evaluations: Sequence[Evaluation],
+    evaluations: Sequence[Evaluation | Listed],
     batch_size: int = 64,
     num_workers: int = 0,
     description: str = "evaluate",
@@ -335,6 +329,8 @@ def run_model(
         compute: As in `loop`.
     """
     best_device()  # joins the other processes, if there are any
+    for listed in (each for each in evaluations if isinstance(each, Listed)):
+        listed.dataset = dataset
     sampler = BatchSampler(SequentialSampler(range(len(dataset))), batch_size, drop_last=False)
     if world_size() > 1:
         sampler = BatchSamplerShard(sampler, world_size(), rank(), even_batches=False)

@@ -258,6 +258,17 @@ def test_a_training_prints_lines_and_no_noise(make_trainer, capfd, caplog):
     assert [type(each) for each in trainer.callback_handler.callbacks].count(EpochLines) == 1
 
 
+def test_on_a_terminal_there_is_one_progress_bar(make_trainer, monkeypatch, capsys):
+    monkeypatch.setattr(sys.stderr, "isatty", lambda: True, raising=False)
+    trainer = make_trainer(disable_tqdm=False, num_train_epochs=1, per_device_eval_batch_size=2)
+    trainer.train()
+    printed = capsys.readouterr()
+    assert "| 5/5 [" in printed.err and "/15 [" not in printed.err  # of 5 steps, not of the 15 batches in between
+    assert printed.out.count("epoch 1/1") == 1
+    trainer.evaluate()
+    assert "| 15/15 [" in capsys.readouterr().err
+
+
 def test_processes_look_for_unused_parameters_only_if_there_are_any(make_model):
     """Without computing anything: neither weights nor buffers change."""
     model = make_model().train()

@@ -113,7 +113,7 @@ def evaluations(folder: Path, images: str) -> dict[str, dict]:
             if not name.endswith(("time", "per_second"))
         }
         listed = Listed(model.config)
-        evaluate(model, some, batch_size=2, listed=listed)
+        evaluate(model, some, batch_size=2, listed=[listed])
         found[str(n)] = {
             "listed": [listed.by_class(), listed.ids.tolist(), listed.longest(n).tolist()],
             "metrics": timeless,

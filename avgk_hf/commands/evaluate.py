@@ -70,7 +70,7 @@ def run(args: argparse.Namespace) -> None:
         raise ValueError("--per-species needs labels, and these images have none: leave it out, or use --unsure.")
     monitor = SetSizeMonitor.from_config(model.config, *args.k[:1])
     listed = Listed(model.config, *args.k[:1]) if args.per_species or args.unsure else None
-    metrics = measure(model, split, args, method=args.method, monitor=monitor, listed=listed)
+    metrics = measure(model, split, args, method=args.method, monitor=monitor, listed=[listed] if listed else ())
     if not is_first_process():
         return
     if args.out:
