@@ -43,13 +43,7 @@ def plot_runs(runs: Sequence[str | Path], out: str | Path, allow_outside: bool =
     from ..data import load_splits
     from ..model_card import read_results
     from ..modeling import AvgKForImageClassification
-    from ..study.plots import (
-        accuracy_curve,
-        by_shot,
-        in_both_formats,
-        set_size_histogram,
-        tradeoff_curve,
-    )
+    from ..study.plots import accuracy_curve, by_shot, in_both_formats, set_size_histogram, tradeoff_curve
     from ..study.seeds import find_runs
 
     out, runs = make_folder(out), find_runs(runs)
