@@ -251,17 +251,17 @@ def describe_fields() -> str:
     lines.append("After each field: what it does, and its default in brackets. docs/trainer.md says what is refused.")
     for title, block in blocks.items():
         lines += ["", f"{title}:"] if block else []
-        lines += map(_described, block)
+        lines += [_described(item, stock.get(item.name)) for item in block]
     return "\n".join(lines)
 
 
-def _described(item: Field) -> str:
-    """A field with its help and its default, on one line."""
-    choices = item.metadata.get("choices")
-    text = " ".join(str(item.metadata.get("help", "")).split())
-    if not choices:
-        text = re.split(r"(?<=[a-z`)])\. ", text)[0].rstrip(".")  # of transformers the first sentence
-    text += f": {', '.join(map(str, choices))}" if choices else ""
+def _described(item: Field, stock: Field | None) -> str:
+    """A field with its help, of transformers' own the first sentence, and its default, on one line."""
+    choices, text = item.metadata.get("choices"), item.metadata.get("help", "")
+    if stock is not None:
+        text = re.split(r"\.\s+(?=[A-Z])", str(stock.metadata.get("help", "")))[0]
+    text = " ".join(text.split())
+    text = text.rstrip(".") + (f": {', '.join(map(str, choices))}" if choices else "")
     default = item.default if item.default_factory is MISSING else item.default_factory()
     shown = "required" if default is MISSING else "none" if default in (None, [], "") else str(default)
     return f"  {item.name:28} {text} ({shown})"
