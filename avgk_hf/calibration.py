@@ -33,7 +33,7 @@ from typing import Any, ClassVar
 
 import numpy as np
 
-from .checks import check_ids
+from .checks import check_calibrated, check_ids
 from .conformal import METHODS, check_coverage, enough_images, level_key
 from .questions import Answer, Question, at_least
 from .records import (
@@ -259,14 +259,7 @@ class Calibration:
             )
         if k in found:
             return found[k]
-        least, most = min(found), max(found)
-        if not least < k < most:
-            raise ValueError(
-                f"no threshold is stored for k={k_key(k)}; this model is calibrated for k in"
-                f" {', '.join(map(k_key, sorted(found)))}, and for what lies in between. Ask for one in"
-                f" [{k_key(least)}, {k_key(most)}], or calibrate again with"
-                f" `avgk calibrate MODEL DATASET --k {k_key(k)}`."
-            )
+        check_calibrated(k, found)
         if head == self.source_head:
             found = {**{row[0]: row[1] for row in self.curve}, **found}
         return interpolated_threshold(found, k, self.probabilities)

@@ -36,6 +36,7 @@ from .data.transforms import ImageTransform
 from .files import UNFINISHED, check_output_dir, fresh_folder, make_folder, new_file, open_log, replacing
 from .hub import OBJECTIVE_STATE, push_folder
 from .losses import LOSSES
+from .progress import look_for_unused, print_lines
 from .scores import NotFinite
 from .weights import ADAPTER, check_folder, check_safetensors, with_calibration
 
@@ -63,7 +64,9 @@ class CheckpointTrainer(Trainer):
             check_output_dir(args.output_dir)
         self._resumed: TrainerState | None = None
         self._epochs = self._steps_per_epoch = None
+        look_for_unused(args, kwargs.get("model"))
         super().__init__(args=args, callbacks=[GoingOn(self), *(callbacks or [])], **kwargs)
+        print_lines(self)
         self.add_callback(LogFile())
 
     def train(self, resume_from_checkpoint: str | bool | None = None, *args: Any, **kwargs: Any) -> Any:

@@ -37,6 +37,27 @@ def is_number(value: Any) -> bool:
     return isinstance(value, int) and not isinstance(value, bool) and abs(value) < 2**1023
 
 
+def k_key(k: float) -> str:
+    """The name under which the threshold of `k` is stored.
+
+    >>> k_key(5), k_key(5.0), k_key(1.5)
+    ('5', '5', '1.5')
+    """
+    k = float(plain(k))
+    return str(int(k)) if k.is_integer() else str(k)
+
+
+def check_k(k: float, num_labels: int | None = None) -> float:
+    """Return `k`, a plain number, if it is a usable average set size, finite and in [1, L), and raise otherwise."""
+    k = plain(k)
+    below = math.inf if num_labels is None else num_labels
+    if not is_number(k) or not 1 <= k < below:
+        wanted = "[1, L)" if num_labels is None else f"[1, {num_labels}) for {num_labels} classes"
+        remedy = f"Set it to e.g. `k={min(2, below - 1)}`." if below > 1 else "One class makes no sets: give more."
+        raise ValueError(f"k={k!r} must be a number in {wanted}: the average number of classes in a set. {remedy}")
+    return k
+
+
 def check_whole(name: str, value: Any, least: int = 0, hint: str = "") -> int:
     """Return a whole number of at least `least`, and refuse anything else.
 
@@ -144,6 +165,46 @@ def read_json(path: Path) -> dict[str, Any]:
         raise ValueError(f"{path} must hold a mapping, but holds {type(content).__name__}.")
     check_nesting(content, path)
     return content
+
+
+def model_folder(name: str) -> Path | None:
+    """The folder of a model that is named, or None for one on the Hub; what can be neither is refused."""
+    folder = Path(name)
+    if folder.is_dir():
+        return folder
+    if folder.is_absolute() or name.startswith((".", "~")) or name.count("/") > 1:
+        raise FileNotFoundError(f"there is no model folder {name!r}.")
+    return None
+
+
+def title_of(name: str) -> str:
+    """What to call a model: its folder, or its id on the Hub."""
+    return Path(name).resolve().name if Path(name).is_dir() else name
+
+
+def read_config(folder: Path) -> dict[str, Any]:
+    """What the config.json of a saved model maps."""
+    if not (folder / "config.json").is_file():
+        raise FileNotFoundError(f"{folder} holds no config.json; name the folder of a saved model.")
+    return read_json(folder / "config.json")
+
+
+def check_calibrated(k: float, known: Iterable[float]) -> None:
+    """Refuse an average set size outside of those that a model was calibrated for."""
+    known = sorted(known)
+    if k not in known and not known[0] < k < known[-1]:
+        raise ValueError(
+            f"no threshold is stored for k={k_key(k)}; this model is calibrated for k in"
+            f" {', '.join(map(k_key, known))}, and for what lies in between. Ask for one in"
+            f" [{k_key(known[0])}, {k_key(known[-1])}], or calibrate again with"
+            f" `avgk calibrate MODEL DATASET --k {k_key(k)}`."
+        )
+
+
+def check_dataset(name: str) -> None:
+    """Refuse the path of a dataset where there is none; another name may be that of one on the Hub."""
+    if not Path(name).exists() and name.startswith((".", "/", "~")):
+        raise FileNotFoundError(f"dataset={name!r}: there is no such folder.")
 
 
 def check_nesting(content: dict[str, Any], path: str | Path) -> None:

@@ -20,14 +20,14 @@ from transformers import (
 
 from .backbones import bounded, check_architecture, check_model_args, known_cfg
 from .calibration import FIELDS, Calibration
-from .checks import check_nesting, read_json
+from .checks import check_nesting, model_folder, read_json
 from .configuration import CUSTOM_PIPELINES, AvgKConfig, check_dtype, check_labels, readable_json
 from .data.transforms import ImageTransform, ProcessorTransform
 from .details import load_details, save_details
 from .files import copy_file, write_text
 from .modeling import AvgKForImageClassification, code_files
 from .pipeline import TASK, check_processor
-from .weights import check_folder, refuse_adapter
+from .weights import check_folder, refuse_adapter, without_bars
 
 # what calibrating adds to the config of a classifier of another class
 CALIBRATED = (*FIELDS, "score")
@@ -38,16 +38,14 @@ CARRIED = {"average-k": CUSTOM_PIPELINES[TASK]}
 LABELS = ("model_type", "num_labels", "num_classes", "label_names", "torch_dtype", "pretrained_cfg")
 
 
+@without_bars()
 def load_classifier(name: str) -> PreTrainedModel:
     """An image classifier of any class: a saved folder, a Hub id, or a timm name whose weights are on the Hub."""
     folder = Path(name)
-    if folder.is_dir():
+    if model_folder(name) is not None:
         check_folder(folder)
-    else:
-        if folder.is_absolute() or name.startswith(".") or name.count("/") > 1:
-            raise FileNotFoundError(f"there is no model folder {name!r}.")
-        if "/" not in name:
-            name = _timm_repo(name)
+    elif "/" not in name:
+        name = _timm_repo(name)
     try:
         config = load_config(name)
         model = AutoModelForImageClassification.from_pretrained(

@@ -151,7 +151,7 @@ class AvgKConfig(PreTrainedConfig):
     def _known(cls, config_dict: dict[str, Any], **kwargs: Any) -> dict[str, Any]:
         """The fields of a stored config that are known and still hold, for the labels that are asked for."""
         known = {*(item.name for item in fields(cls)), *NOT_FIELDS}
-        for name in set(config_dict) - known:
+        for name in set(config_dict) - known - {"use_cache"}:  # which the Trainer writes into any config
             _refuse_misspelt(name)
             if not name.startswith("_"):
                 logger.warning(f"config.{name} is no field of {cls.__name__} and is left out.")

@@ -19,6 +19,7 @@ from .checks import check_choice, check_whole
 from .classifiers import best_device, forward, transform_for
 from .collecting import Evaluation
 from .conformal import METHODS
+from .confusions import Listed
 from .data import prepare, skip_bad_images
 from .data.classes import Labels, align_classes
 from .data.datasets import ON_BAD_IMAGE
@@ -92,6 +93,7 @@ def evaluate(
     monitor: SetSizeMonitor | None = None,
     labels: Labels = "name",
     classes_from_dataset: bool = False,
+    listed: Sequence[Listed] = (),
     balance: float | str | None = None,
     **balancing: Any,
 ) -> dict[str, float]:
@@ -114,6 +116,7 @@ def evaluate(
             calibrating, where the sizes are K by construction. Images without labels always have one.
         labels: How the dataset's classes are matched to the model's, as in `match_classes`.
         classes_from_dataset: Calibrate for sets that hold classes of the dataset only, and K of these.
+        listed: Each takes in the sets of its K. Not for calibrating.
         balance: As in `Question`; to calibrate, what will be the model's own, or `"auto"`.
         balancing: To calibrate also `prevalence`, `give_up` and `select_by`, as in `calibrated_balances`.
 
@@ -132,7 +135,7 @@ def evaluate(
     if calibrate:
         how["balancing"] = calibrated_balances(model, dataset, classes, balance, run=run, **balancing)
     evaluation = _plan(model.config, dataset, list(k), calibrate, coverage, monitor, how)
-    run_model(model, dataset, [evaluation], **run, description="calibrate" if calibrate else "evaluate")
+    run_model(model, dataset, [evaluation, *listed], **run, description="calibrate" if calibrate else "evaluate")
     if calibrate:
         evaluation.store(dataset=dataset_name, split=str(dataset.split or "validation"))
     return {**_reported(evaluation, isinstance(model, AvgKForImageClassification), monitor), **skipped}
@@ -232,7 +235,7 @@ def _reported(evaluation: Evaluation, has_loss: bool, monitor: SetSizeMonitor | 
 def run_model(
     model: PreTrainedModel,
     dataset: Dataset,
-    evaluations: Sequence[Evaluation],
+    evaluations: Sequence[Evaluation | Listed],
     batch_size: int = 64,
     num_workers: int = 0,
     description: str = "evaluate",
@@ -250,6 +253,8 @@ def run_model(
         compute: As in `loop`.
     """
     best_device()  # joins the other processes, if there are any
+    for listed in (each for each in evaluations if isinstance(each, Listed)):
+        listed.dataset = dataset
     sampler = BatchSampler(SequentialSampler(range(len(dataset))), batch_size, drop_last=False)
     if world_size() > 1:
         sampler = BatchSamplerShard(sampler, world_size(), rank(), even_batches=False)

@@ -27,7 +27,7 @@ from .pipeline import AverageKImageClassificationPipeline  # noqa: F401  (so tha
 from .questions import Question
 from .scores import answering_logits, head_logits
 from .sets import check_k
-from .weights import check_folder, load_backbone, refuse_adapter, shared_names, take_calibration
+from .weights import check_folder, load_backbone, refuse_adapter, shared_names, take_calibration, without_bars
 
 ALIGNMENT = 64  # bytes, as torch allocates
 MOST_HEAD_WEIGHTS = 500_000_000  # of both heads, 2 GB
@@ -180,6 +180,7 @@ class AvgKForImageClassification(PreTrainedModel):
         return self.__dict__["_fresh"]
 
     @classmethod
+    @without_bars()
     def from_pretrained(cls, *args: Any, **kwargs: Any) -> "AvgKForImageClassification":
         """As in the base class, from safetensors only; a half-written folder is refused with the file's name."""
         folder = args[0] if args else kwargs.get("pretrained_model_name_or_path")
@@ -198,6 +199,7 @@ class AvgKForImageClassification(PreTrainedModel):
                 tensor.data = tensor.data.clone()
         return result
 
+    @without_bars()
     def save_pretrained(self, save_directory: str | os.PathLike, is_main_process: bool = True, **kwargs: Any) -> None:
         """As in the base class, with the code that `trust_remote_code=True` needs where this package is missing."""
         if not is_main_process:

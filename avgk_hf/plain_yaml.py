@@ -1,5 +1,6 @@
 """YAML that holds plain values and nothing else: recipes, and what a dataset's README says of itself."""
 
+from pathlib import Path
 from typing import Any
 
 import yaml
@@ -60,3 +61,17 @@ def load_yaml(text: str) -> Any:
         return yaml.load(text, _Loader)
     except (yaml.YAMLError, ValueError, RecursionError) as error:  # ValueError: an impossible date or number
         raise ValueError(reason_of(error)) from None
+
+
+def read_recipe(path: Path) -> dict[str, Any]:
+    """The `key: value` pairs of a recipe file."""
+    if not path.is_file():
+        raise FileNotFoundError(f"there is no recipe {str(path)!r}; name a YAML file.")
+    try:
+        recipe = load_yaml(path.read_text(encoding="utf-8"))
+    except ValueError as error:  # also of a file that is not UTF-8
+        raise ValueError(f"{path} is not valid YAML: {error}") from None
+    if not isinstance(recipe, dict):
+        found = "nothing" if recipe is None else type(recipe).__name__
+        raise ValueError(f"{path} must hold `key: value` pairs, but holds {found}. See recipes/glyphs/avgk.yaml.")
+    return recipe

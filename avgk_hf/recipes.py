@@ -8,8 +8,9 @@ can be overridden on the command line. The same file runs on several processes w
 import difflib
 import json
 import math
+import re
 from collections.abc import Iterable
-from dataclasses import dataclass, field, fields, make_dataclass
+from dataclasses import MISSING, Field, dataclass, field, fields, make_dataclass
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -21,12 +22,12 @@ from .checks import check_choice
 from .data.datasets import ON_BAD_IMAGE
 from .data.transforms import AUGMENTATIONS
 from .losses import LOSSES, every_hyperparameter
-from .plain_yaml import load_yaml
+from .plain_yaml import read_recipe
 from .scores import HEADS, SCORES
 from .sets import check_k
 from .shell import MASK, is_secret
 from .statistics import SHOTS
-from .training_args import AvgKTrainingArguments
+from .training_args import HONOURED, AvgKTrainingArguments
 
 MOST_COMBINATIONS = 100_000  # of a search
 RANGES = {"image_size": (1, MOST_SIDE), "in_chans": (1, MOST_CHANNELS)}
@@ -198,20 +199,6 @@ def _objective(recipe: dict[str, Any], overrides: list[str]) -> str:
     return asked
 
 
-def read_recipe(path: Path) -> dict[str, Any]:
-    """The `key: value` pairs of a recipe file."""
-    if not path.is_file():
-        raise FileNotFoundError(f"there is no recipe {str(path)!r}; name a YAML file.")
-    try:
-        recipe = load_yaml(path.read_text(encoding="utf-8"))
-    except ValueError as error:  # also of a file that is not UTF-8
-        raise ValueError(f"{path} is not valid YAML: {error}") from None
-    if not isinstance(recipe, dict):
-        found = "nothing" if recipe is None else type(recipe).__name__
-        raise ValueError(f"{path} must hold `key: value` pairs, but holds {found}. See recipes/glyphs/avgk.yaml.")
-    return recipe
-
-
 def check_combinations(place: str, values: Iterable[list[Any]]) -> None:
     """Refuse more combinations than can be listed, let alone trained."""
     number = math.prod(map(len, values))
@@ -247,29 +234,34 @@ def _as_flags(recipe: dict[str, Any]) -> list[str]:
 
 
 def describe_fields() -> str:
-    """The help text: what a recipe may hold."""
-    shared = {item.name for block in (ModelArguments, TrainingArguments) for item in fields(block)}
+    """The help text: what a recipe may hold, and what counts where it holds nothing."""
+    stock = {item.name: item for item in fields(TrainingArguments)}
+    training = {item.name: item for item in fields(AvgKTrainingArguments)}
+    own = len(fields(ModelArguments))
     blocks = {
         "model": fields(ModelArguments),
-        **{
-            f"model, with objective {name}": fields(model_arguments(name))[len(fields(ModelArguments)) :]
-            for name in LOSSES
-        },
+        **{f"model, with objective {name}": fields(model_arguments(name))[own:] for name in LOSSES},
         "data": fields(DataArguments),
-        "training": [item for item in fields(AvgKTrainingArguments) if item.name not in shared],
+        "training": [item for name, item in training.items() if name not in stock],
     }
-    lines = ["usage: avgk train RECIPE [--field value ...]", "", (__doc__ or "").strip()]
+    for title, names in HONOURED.items():
+        if not title.startswith(("arguments of", "for scripts")):
+            blocks[f"training, {title} (as in transformers)"] = [training[name] for name in names if name in training]
+    lines = ["usage: avgk train RECIPE [--field value ...]", "", (__doc__ or "").strip(), ""]
+    lines.append("After each field: what it does, and its default in brackets. docs/trainer.md says what is refused.")
     for title, block in blocks.items():
         lines += ["", f"{title}:"] if block else []
-        for item in block:
-            choices = item.metadata.get("choices")
-            text = item.metadata["help"] + (f" One of {', '.join(choices)}." if choices else "")
-            lines.append(f"  {item.name:24}{text}")
-    lines += [
-        "",
-        "and the fields of transformers.TrainingArguments (docs/trainer.md says which are refused), among them:",
-        "  output_dir, num_train_epochs, per_device_train_batch_size, learning_rate, lr_scheduler_type, optim,",
-        "  weight_decay, seed, eval_strategy, save_strategy, load_best_model_at_end, bf16, report_to,",
-        "  dataloader_num_workers, resume_from_checkpoint, push_to_hub",
-    ]
+        lines += [_described(item, stock.get(item.name)) for item in block]
     return "\n".join(lines)
+
+
+def _described(item: Field, stock: Field | None) -> str:
+    """A field with its help, of transformers' own the first sentence, and its default, on one line."""
+    choices, text = item.metadata.get("choices"), item.metadata.get("help", "")
+    if stock is not None:
+        text = re.split(r"\.\s+(?=[A-Z])", str(stock.metadata.get("help", "")))[0]
+    text = " ".join(text.split())
+    text = text.rstrip(".") + (f": {', '.join(map(str, choices))}" if choices else "")
+    default = item.default if item.default_factory is MISSING else item.default_factory()
+    shown = "required" if default is MISSING else "none" if default in (None, [], "") else str(default)
+    return f"  {item.name:28} {text} ({shown})"

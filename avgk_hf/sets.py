@@ -25,7 +25,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from .checks import is_number, plain
+from .checks import check_k, is_number, k_key, plain
 from .scores import wide
 
 
@@ -48,16 +48,6 @@ def score_matrix(scores: Any) -> Tensor:
     return scores
 
 
-def k_key(k: float) -> str:
-    """The name under which the threshold of `k` is stored.
-
-    >>> k_key(5), k_key(5.0), k_key(1.5)
-    ('5', '5', '1.5')
-    """
-    k = float(plain(k))
-    return str(int(k)) if k.is_integer() else str(k)
-
-
 def metric_name(name: str, k: float, own_k: float | None) -> str:
     """What a metric of `k` is called: of every K but the model's own with that K behind it.
 
@@ -65,17 +55,6 @@ def metric_name(name: str, k: float, own_k: float | None) -> str:
     ('lambda_val', 'lambda_val@1.5')
     """
     return name if k == own_k else f"{name}@{k_key(k)}"
-
-
-def check_k(k: float, num_labels: int | None = None) -> float:
-    """Return `k`, a plain number, if it is a usable average set size, finite and in [1, L), and raise otherwise."""
-    k = plain(k)
-    below = math.inf if num_labels is None else num_labels
-    if not is_number(k) or not 1 <= k < below:
-        wanted = "[1, L)" if num_labels is None else f"[1, {num_labels}) for {num_labels} classes"
-        remedy = f"Set it to e.g. `k={min(2, below - 1)}`." if below > 1 else "One class makes no sets: give more."
-        raise ValueError(f"k={k!r} must be a number in {wanted}: the average number of classes in a set. {remedy}")
-    return k
 
 
 class AverageKThreshold:

@@ -184,6 +184,8 @@ def run(
 
 def _write_results(trainer: AvgKTrainer, results: dict[str, Any]) -> None:
     folder, title = Path(trainer.args.output_dir), f"Set sizes on test, K = {k_key(results['k'])}"
+    if "test" in results:
+        title = f"{folder.name}, {title}: average-K accuracy {100 * results['test']['average_k_accuracy']:.1f}%"
     try:
         if "set_sizes" in results and find_spec("matplotlib"):
             set_size_histogram({results["objective"]: results["set_sizes"]["all"]}, folder / "set_sizes.png", title)

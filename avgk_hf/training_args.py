@@ -241,6 +241,8 @@ class AvgKTrainingArguments(TrainingArguments):
         self._check()
         if int(os.environ.get("WORLD_SIZE", "1")) > 1 and not torch.accelerator.is_available():
             self.use_cpu = True
+        if not torch.accelerator.is_available():
+            self.dataloader_pin_memory = False  # for what is not there, and torch would warn with every loader
         if self.greater_is_better is None and self.metric_for_best_model:
             self.greater_is_better = not self.metric_for_best_model.partition("@")[0].endswith(SMALLER_IS_BETTER)
         super().__post_init__()

@@ -7,6 +7,8 @@ saved model as remote code.
 import json
 import os
 import re
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +18,7 @@ from huggingface_hub import get_session, hf_hub_download, hf_hub_url, try_to_loa
 from huggingface_hub.errors import EntryNotFoundError
 from safetensors import SafetensorError, safe_open
 from torch import Tensor, nn
-from transformers.utils import find_adapter_config_file, is_peft_available
+from transformers.utils import find_adapter_config_file, is_peft_available, logging
 
 from .backbones import (
     check_architecture,
@@ -27,7 +29,7 @@ from .backbones import (
     near_models,
 )
 from .calibration import FIELDS, Calibration
-from .checks import check_nesting, is_hub_id, read_json, reason_of
+from .checks import check_nesting, is_hub_id, read_config, read_json, reason_of
 
 WAIT = 10  # seconds for the Hub to answer at all
 ADAPTER, CALIBRATION = "adapter_model.safetensors", "calibration"  # of peft, and a tensor in it
@@ -35,6 +37,16 @@ ADAPTED = ("k", "score", "head", "train_counts", *FIELDS)  # what an adapter bri
 CARRIED = ("id2label", *ADAPTED)  # and the classes it is of
 MOST_BYTES = 2**27  # of that; thresholds of a million classes at three levels take a hundred million
 CONVERT = "save_file(torch.load(FILE, weights_only=True), 'model.safetensors', metadata={'format': 'pt'})"
+
+
+@contextmanager
+def without_bars() -> Iterator[None]:
+    """Without transformers' bars for a model's shards, usually one, that are loaded or saved meanwhile."""
+    before = logging.set_tqdm_hook(lambda make, args, kwargs: make(*args, **{**kwargs, "disable": True}))
+    try:
+        yield
+    finally:
+        logging.set_tqdm_hook(before)
 
 
 def load_backbone(
@@ -226,9 +238,7 @@ def check_folder(folder: str | os.PathLike, weights: bool = True) -> None:
         weights: Whether there must be weights, or config.json alone will do.
     """
     folder = Path(folder)
-    if not (folder / "config.json").is_file():
-        raise FileNotFoundError(f"{folder} holds no config.json; name the folder of a saved model.")
-    read_json(folder / "config.json")
+    read_config(folder)
     names = [name for name in ("model.safetensors", ADAPTER) if (folder / name).is_file()]
     index = folder / "model.safetensors.index.json"
     if "model.safetensors" not in names and index.is_file():

@@ -9,7 +9,7 @@ os.environ.setdefault("HF_HUB_OFFLINE", "1")
 
 import torch
 
-from . import calibration, evaluation, loss, prediction, reading
+from . import calibration, evaluation, loss, prediction, reading, startup
 from .measure import Table
 
 PARTS = {
@@ -18,6 +18,7 @@ PARTS = {
     "prediction": prediction,
     "evaluation": evaluation,
     "reading": reading,
+    "startup": startup,
 }
 README = Path(__file__).with_name("README.md")
 BEGIN, END = "<!-- tables: begin -->\n", "<!-- tables: end -->\n"

@@ -3,6 +3,7 @@
 python tests/browser.py MODEL docs/app.png
 """
 
+import base64
 import json
 import os
 import random
@@ -167,6 +168,8 @@ class Visitor:
         config = self.http.get("/config").json()
         image = next(c["id"] for c in config["components"] if c["props"].get("elem_id") == "avgk-image")
         self.read, *_ = (d["id"] for d in config["dependencies"] if [image, "change"] in d["targets"])
+        files = next(c["id"] for c in config["components"] if c["props"].get("elem_id") == "avgk-files")
+        (self.several,) = (d["id"] for d in config["dependencies"] if [files, "upload"] in d["targets"])
         self.show = next(d["id"] for d in config["dependencies"] if d["trigger_after"] == self.read)
 
     def upload(self, data, name="image.png", **options):
@@ -198,6 +201,34 @@ class Visitor:
         return True, message["output"]["data"][0]
 
 
+SCREENS = {  # width, height, whether a phone, theme
+    "desktop": (1240, 900, False, "light"),
+    "desktop-dark": (1240, 900, False, "dark"),
+    "phone": (390, 844, True, "light"),
+    "phone-dark": (390, 844, True, "dark"),
+}
+
+
+def look_at(page, name, image, path):
+    """The page with an image and a table of two on one of the screens, as a picture of its whole length."""
+    width, height, mobile, theme = SCREENS[name]
+    size = {"width": width, "height": height, "deviceScaleFactor": 1, "mobile": mobile}
+    page.driver.execute_cdp_cmd("Emulation.setDeviceMetricsOverride", size)
+    page.driver.get(f"{page.url}/?__theme={theme}")
+    page.until("#avgk-examples button img")
+    page.upload(image)
+    page.await_status("for K")
+    page.until("#avgk-files input[type=file]").send_keys(f"{image}\n{image.with_name('0.png')}")
+    page.until("#avgk-several a[download]")
+    time.sleep(0.5)  # until the pictures are loaded
+    shot = page.driver.execute_cdp_cmd("Page.captureScreenshot", {"captureBeyondViewport": True})
+    Path(path).write_bytes(base64.b64decode(shot["data"]))
+
+
+def leave_screen(page):
+    page.driver.execute_cdp_cmd("Emulation.clearDeviceMetricsOverride", {})
+
+
 def screenshot(model, path, example=4):
     """The page with one of its examples, as in the README."""
     with app(model) as url, chromium(1080, 1100) as driver:
@@ -207,7 +238,7 @@ def screenshot(model, path, example=4):
         page.await_status("for K")
         time.sleep(1)  # until the pictures are loaded
         bottom = "document.querySelector(part).getBoundingClientRect().bottom + scrollY + outerHeight - innerHeight"
-        height = f"return Math.max(...['#avgk-growth', '#avgk-examples'].map(part => {bottom}))"
+        height = f"return Math.max(...['#avgk-growth', '#avgk-examples', '#avgk-files'].map(part => {bottom}))"
         driver.set_window_size(1080, int(driver.execute_script(height)) + 20)
         driver.execute_script("window.scrollTo(0, 0)")
         driver.save_screenshot(str(path))

@@ -1,6 +1,9 @@
 """The page of `avgk app` in a real browser, and the Space that it writes."""
 
+import base64
+import csv
 import importlib.metadata
+import io
 import json
 import os
 import re
@@ -18,6 +21,7 @@ import pytest
 import torch
 from hub_server import HubServer
 from huggingface_hub import ModelCard
+from PIL import Image
 from selenium.webdriver import Keys
 from transformers import TimmWrapperImageProcessor, pipeline
 
@@ -150,10 +154,68 @@ def test_examples_go_from_clear_to_hopeless(page):
     captions = [element.text for element in page.all("#avgk-examples .caption-label")]
     sizes = [int(caption.split()[0]) for caption in captions]
     assert len(sizes) == 8 and sizes == sorted(sizes) and sizes[0] < sizes[-1]
+    names = {caption.partition(": ")[2] for caption in captions}
+    assert names <= {*CLASSES, ""} and len(names - {""}) > 1  # what the folders are called, where that is a class
     for number in (7, 0):
         page.all("#avgk-examples button")[number].send_keys(Keys.ENTER)
-        page.wait.until(lambda _, number=number: page.status.startswith(captions[number]))
+        page.wait.until(lambda _, number=number: page.status.startswith(captions[number].partition(":")[0]))
         assert len(shown(page)) == sizes[number]
+
+
+@needs_browser
+def test_several_images_give_a_table_to_download(page, classify, image_folder, tmp_path):
+    """The table is in the page itself: there is no address to fetch it from."""
+    (tmp_path / "broken.png").write_text("no image")
+    images = [
+        image_folder / "test" / "fir" / "1.png",
+        tmp_path / "broken.png",
+        image_folder / "test" / "ash" / "0.png",
+    ]
+    page.until("#avgk-files input[type=file]").send_keys("\n".join(map(str, images)))
+    link = page.until("#avgk-several a[download]")
+    rows = page.rows("#avgk-several tbody")
+    assert [row[0] for row in rows] == [path.name for path in images] and "cannot be read" in rows[1][2]
+    assert str(tmp_path) not in rows[1][2]
+    text = base64.b64decode(link.get_attribute("href").partition("base64,")[2]).decode("utf-8-sig")
+    found = list(csv.DictReader(io.StringIO(text)))
+    assert [each["k"] for each in found] == list("1234") * 3 and link.get_attribute("download") == "sets.csv"
+    for each in (*found[:4], *found[8:]):
+        image = next(str(path) for path in images if path.name == each["image"])
+        assert each["classes"].split(" | ") == labels(classify(image, k=int(each["k"])))
+    assert rows[0][1] == found[1]["size"]  # the model's own K
+
+
+@needs_browser
+def test_desktop_and_phone_in_light_and_dark(page, image_folder, tmp_path):
+    """The answer stands above the examples on a phone, nothing is wider than it, and dark is dark."""
+    for name in browser.SCREENS:
+        browser.look_at(page, name, image_folder / "test" / "fir" / "1.png", tmp_path / f"{name}.png")
+        assert (tmp_path / f"{name}.png").stat().st_size > 10_000
+        tops = [page.until(part).rect["y"] for part in ("#avgk-image", "#avgk-set", "#avgk-examples", "#avgk-files")]
+        assert tops[1] < tops[2] < tops[3] and (tops[0] < tops[1] or "phone" not in name)
+        widths = "return [document.documentElement.scrollWidth, window.innerWidth]"
+        scroll, inner = page.driver.execute_script(widths)
+        assert scroll <= inner
+        corner = Image.open(tmp_path / f"{name}.png").convert("L").getpixel((5, 5))
+        assert corner < 60 if "dark" in name else corner > 200
+    browser.leave_screen(page)
+
+
+def test_a_class_is_called_what_the_visitor_calls_it(model_folder, image_folder, tmp_path, capsys):
+    answers, scores = answers_and_scores(load_classifier(str(model_folder)), image_folder / "test" / "oak" / "0.png")
+    answers = Answers(answers.model, "species")
+    text, growth = answers.html(scores, k=4)
+    assert "species</span> for K = 4" in text and ">species</th>" in growth and "class<" not in text
+    slider = components(build_page(answers, "trees"), "slider")[0]
+    assert slider["label"] == "K, species on average"
+    assert (Answers(answers.model, "bird/birds").count(1), Answers(answers.model, "bird/birds").count(2)) == (
+        "1 bird",
+        "2 birds",
+    )
+    write_space(str(model_folder), tmp_path / "space", noun="species")
+    assert "), 'species')" in (tmp_path / "space" / "app.py").read_text()
+    assert main(["app", str(model_folder), "--port", str(browser.free_port()), "--noun", "a\nb"]) == 2
+    assert "is no word" in capsys.readouterr().err
 
 
 @needs_browser

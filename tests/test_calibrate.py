@@ -21,7 +21,7 @@ from transformers import (
 
 from avgk_hf import AvgKForImageClassification, SetSizeMonitor, load_splits
 from avgk_hf.calibration import Calibration
-from avgk_hf.classifiers import best_device, load_classifier, model_scores, transform_for, write_thresholds
+from avgk_hf.classifiers import best_device, forward, load_classifier, model_scores, transform_for, write_thresholds
 from avgk_hf.cli import main
 from avgk_hf.configuration import readable_json
 from avgk_hf.evaluation import calibrate, evaluate
@@ -357,15 +357,15 @@ def test_predict_in_batches(classifier, image_folder, tmp_path, capsys, monkeypa
     images = [str(image_folder / "test"), str(tmp_path / "broken.png")]
     Path(images[1]).write_text("no image")
 
-    def counted(model, pixels, *more):
+    def counted(model, pixels):
         sizes.append(len(pixels))
-        return model_scores(model, pixels, *more)
+        return forward(model, pixels)
 
-    monkeypatch.setattr("avgk_hf.classifiers.model_scores", counted)
+    monkeypatch.setattr("avgk_hf.classifiers.forward", counted)
     for size in (1, 13, 64):
         capsys.readouterr()
         command = ["predict", str(out), *images, "--on-bad-image", "skip", "--batch-size", str(size), "--json"]
-        assert main(command) == 0
+        assert main(command) == 1
         found[size] = json.loads(capsys.readouterr().out)
     assert sizes == [1] * 30 + [13, 13, 4] + [30]
     for size in (13, 64):

@@ -75,10 +75,15 @@ def test_predict_prints_sets_best_first(model_folder, image_folder, capsys):
     assert main(["predict", str(model_folder), folder, images[0], "--json"]) == 0
     found = [item["image"] for item in json.loads(capsys.readouterr().out)]
     assert found == [*sorted(map(str, (image_folder / "test" / "oak").iterdir())), images[0]]
-    assert main(["predict", str(model_folder), "broken.png", images[0], "--on-bad-image", "skip", "--json"]) == 0
+    assert main(["predict", str(model_folder), "broken.png", images[0], "--json"]) == 1
     printed = capsys.readouterr()
-    assert [item["image"] for item in json.loads(printed.out)] == [images[0]]
-    assert "left out: broken.png: there is no such file" in printed.err
+    assert [(item["image"], item["error"] is None) for item in json.loads(printed.out)] == [
+        ("broken.png", False),
+        (images[0], True),
+    ]
+    assert "left out 1 of 2 images that cannot be read:\n  broken.png: there is no such file" in printed.err
+    assert main(["predict", str(model_folder), "broken.png", images[0], "--on-bad-image", "error"]) == 2
+    assert "broken.png: there is no such file" in capsys.readouterr().err
     assert main(["predict", str(model_folder), images[0], "--lambda-val", "0"]) == 0
     text = capsys.readouterr().out
     assert text.startswith(f"{images[0]}: 6 classes\n") and all(name in text for name in ("ash", "oak", "fir"))
@@ -204,7 +209,7 @@ def test_what_is_printed_can_be_logged(model_folder, image_folder, tmp_path, cap
     printed = capsys.readouterr().out
     text = log.read_text()
     assert text.splitlines()[0].endswith(f"avgk evaluate {model_folder} {image_folder}")
-    assert printed in text and "average_k_accuracy" in printed and "\r" not in text
+    assert printed in text and "accuracy  mean set size" in printed and "\r" not in text
     assert main(["--log", str(log), "card", str(tmp_path)]) == 2
     assert log.read_text().startswith(text)
     assert log.read_text().splitlines()[-1].startswith(f"avgk card: {tmp_path} holds no results.json")

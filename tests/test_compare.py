@@ -197,8 +197,8 @@ def test_glyphs_come_with_yardsticks(config, tmp_path, monkeypatch):
     monkeypatch.setattr(glyphs, "TEST_IMAGES", 40)
     monkeypatch.setattr("avgk_hf.study.report.BOUND_IMAGES", 20)
     whole, diverged = {"mean": 0.9, "half_width": None, "n": 1, "diverged": 0}, {"mean": None, "n": 0, "diverged": 1}
-    rows = [{"values": {"alpha": 1}, **whole}, {"values": {"alpha": 9}, **diverged}]
-    sweep = {"search": {"alpha": [1, 9]}, "summary": rows}
+    rows = [{"values": {"alpha": alpha}, **(whole if alpha < 9 else diverged)} for alpha in (1, 3, 9)]
+    sweep = {"search": {"alpha": [1, 3, 9]}, "summary": rows}
     (tmp_path / "sweep-alpha").mkdir()
     (tmp_path / "sweep-alpha" / "sweep.json").write_text(json.dumps(sweep))
     text = config.read_text().replace("  avgk: {alpha: [0.1, 10.0]}\n", "").replace("budget: 2", "budget: 1")

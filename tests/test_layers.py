@@ -10,18 +10,18 @@ ROOT = Path(__file__).parent.parent
 PACKAGE = ROOT / "avgk_hf"
 # a file may import those of the layers before its own, and in its own those that are named before it
 LAYERS = [
-    "checks files shell images plain_yaml scores sets records processes",
+    "checks files shell rows images plain_yaml scores sets records processes",
     "conformal losses",
     "questions calibration details scope statistics collecting",
     "backbones weights configuration data",
     "monitor pipeline modeling auto",
-    "classifiers evaluation metrics",
-    "training_args hub model_card checkpoints predictions trainer export app",
-    "recipes study.columns study.seeds study.plots train"
+    "classifiers confusions evaluation metrics",
+    "training_args hub model_card progress checkpoints predictions trainer export app",
+    "recipes study.columns study.seeds study.drawing study.plots train"
     " study.spec study.training study.balances study.report study.runner study.sweep",
     "commands cli",
 ]
-LINES, FILE, FUNCTION = 14_100, 400, 60  # the first is to fall
+LINES, FILE, FUNCTION = 17_000, 400, 60  # the first is to fall
 
 
 def room(parts: tuple[str, ...]) -> str:

@@ -280,7 +280,7 @@ def test_evaluate_says_the_interval(saved, image_folder, tmp_path, capsys):
     assert main(["evaluate", str(saved), str(image_folder), "--plot", str(picture)]) == 0
     printed = capsys.readouterr().out
     assert "no drift so far: calibrated on 30 images of trees for sets of 2 classes" in printed
-    assert "average_k_accuracy " in printed and "<svg" in picture.read_text()
+    assert "K  accuracy  mean set size" in printed and "<svg" in picture.read_text()
     assert main(["evaluate", str(saved), str(image_folder), "--json"]) == 0
     metrics = json.loads(capsys.readouterr().out)
     assert metrics["monitored_k"] == 2 and metrics["drifted"] is False
@@ -361,7 +361,8 @@ def test_unlabelled_drift_is_said(saved, tmp_path, capsys, caplog):
     model.config.thresholds["2"] = 0.02  # so low that noise gets many more than 2 classes
     model.save_pretrained(tmp_path / "model")
     with caplog.at_level(logging.WARNING):
-        assert main(["evaluate", str(tmp_path / "model"), str(folder), "--plot", str(tmp_path / "a.png")]) == 0
+        plot = ["--plot", str(tmp_path / "a.png"), "--all"]
+        assert main(["evaluate", str(tmp_path / "model"), str(folder), *plot]) == 0
     printed = capsys.readouterr().out
     mean = float(next(line for line in printed.splitlines() if line.startswith("mean_set_size")).split()[1])
     assert mean > 2.5 and "drifted                         1" in printed and "no drift" not in printed

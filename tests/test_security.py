@@ -1285,6 +1285,23 @@ def test_files_are_sent_only_if_they_were_uploaded_or_are_examples(visitor, page
     assert visitor.http.get(f"/gradio_api/file={own}").status_code == 200
 
 
+def test_several_images_have_to_be_uploaded_too_and_are_not_kept(visitor, beacon, tmp_path):
+    """The same door as for one, and no other address: the table stands in the answer."""
+    picture().save(tmp_path / "private.png")
+    meta = {"meta": {"_type": "gradio.FileData"}}
+    own = [visitor.upload(encode(picture(seed=seed), "PNG"), f"{seed}.png") for seed in (400, 401)]
+    for path in (str(tmp_path / "private.png"), "/etc/passwd", beacon[0], f"{own[0]}/../x.png"):
+        refused = visitor.event(visitor.several, [[{"path": own[0], **meta}, {"path": path, **meta}], 2])
+        assert not refused["success"] and "private" not in json.dumps(refused["output"])
+    many = [{"path": path, **meta} for path in own] + [{"path": own[0], **meta}] * 2 * page.MOST_AT_ONCE
+    message = visitor.event(visitor.several, [many, 2])
+    assert message["success"] and beacon[1] == []
+    (text,) = message["output"]["data"]
+    assert text.count('<th scope="row">') == page.MOST_AT_ONCE
+    assert "<script>" not in text and "onerror=alert(1)>" not in text  # the names of classes are hostile
+    assert not any(map(os.path.exists, own))
+
+
 @pytest.mark.parametrize("name", ["page.html", "drawing.svg", "code.js"])
 def test_what_is_uploaded_cannot_run_as_a_page(name, visitor):
     path = visitor.upload(b"<svg xmlns='http://www.w3.org/2000/svg'><script>alert(1)</script></svg>", name)
@@ -1410,6 +1427,18 @@ def test_the_image_of_a_visitor_is_removed_when_another_comes_and_when_he_leaves
         with leaving.http.stream("GET", f"/gradio_api/heartbeat/{leaving.session}") as alive:
             next(alive.iter_lines())
         eventually(lambda leaving=leaving: leaving is visitor or not os.path.exists(second))
+
+
+def test_an_example_that_a_visitor_uploads_stays(visitor, example):
+    """Gradio keeps files by their content, so that it is the same file."""
+    config = visitor.http.get("/config").json()
+    (gallery,) = (c["props"]["value"] for c in config["components"] if c["type"] == "gallery")
+    uploaded = visitor.upload(example.read_bytes(), example.name)
+    assert uploaded == gallery[0]["image"]["path"]
+    meta = {"meta": {"_type": "gradio.FileData"}}
+    assert visitor.event(visitor.several, [[{"path": uploaded, **meta}], 2])["success"]
+    assert visitor.look(uploaded)[0] and visitor.look(visitor.upload(encode(picture(seed=500), "PNG")))[0]
+    assert visitor.http.get(gallery[0]["image"]["url"]).content == example.read_bytes()
 
 
 @pytest.mark.skipif(os.name == "nt", reason="Windows has other rights")
@@ -1902,14 +1931,17 @@ def test_labels_and_names_cannot_paint_the_terminal(case, make_model, tmp_path, 
     (tmp_path / f"bad {name}").write_text("no image")
     command = ["predict", "model", name, f"bad {name}", "--lambda-val", "0", "--on-bad-image", "skip"]
     capsys.readouterr()
-    assert main(["--log", "log.txt", *command]) == 0
+    assert main(["--log", "log.txt", *command]) == 1
     printed = capsys.readouterr()
     said = without_bars(printed.err)
     assert is_plain(printed.out) and is_plain(said)
-    assert printed.out.count("\n") == 3 and said.count("\n") == 1  # no row was forged
+    assert printed.out.count("\n") == 3 and said.count("\n") == 3  # no row was forged
     log = without_bars((tmp_path / "log.txt").read_text())
-    assert is_plain(log) and log.count("\n") == 1 + 3 + 1
-    assert main([*command, "--json"]) == 0
+    assert is_plain(log) and log.count("\n") == 1 + 3 + 3
+    for how in ("--csv", "--json"):
+        assert main([*command, how]) == 1
+        if how == "--csv":
+            assert is_plain(capsys.readouterr().out)
     out = capsys.readouterr().out
     assert is_plain(out.replace("\x7f", ""))
     assert EVIL[case] in {item["label"] for item in json.loads(out)[0]["set"]}

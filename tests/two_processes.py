@@ -17,6 +17,8 @@ from transformers import EvalPrediction
 
 from avgk_hf import AvgKForImageClassification, AvgKOutput, AvgKTrainer, AvgKTrainingArguments, prepare
 from avgk_hf.calibration import Calibration
+from avgk_hf.confusions import Listed
+from avgk_hf.evaluation import evaluate
 from avgk_hf.losses import LOSSES, make_loss
 from avgk_hf.losses.avgk import choose_among_all, choose_candidates
 from avgk_hf.processes import gather_list, rank, world_size
@@ -96,7 +98,8 @@ def evaluations(folder: Path, images: str) -> dict[str, dict]:
             buffer += rank()  # as after training steps on different images
     found, model.config.train_counts = {}, [30, 14, 10, 8, 6, 4]
     for n in SIZES:
-        data = prepare(splits["validation"].shuffle(seed=0).select(range(n)), model.config)
+        some = splits["validation"].shuffle(seed=0).select(range(n))
+        data = prepare(some, model.config)
         arguments = {"per_device_eval_batch_size": 2, "calibrate_k": [1, 1.5, 3], "dataloader_pin_memory": False}
         arguments |= {"calibrate_coverage": [0.5, 0.9], "calibrate_per_class": True, "balance": "auto"}
         args = AvgKTrainingArguments(str(folder / "none"), disable_tqdm=True, dataloader_drop_last=True, **arguments)
@@ -109,7 +112,10 @@ def evaluations(folder: Path, images: str) -> dict[str, dict]:
             for name, value in {**metrics, **prediction.metrics}.items()
             if not name.endswith(("time", "per_second"))
         }
+        listed = Listed(model.config)
+        evaluate(model, some, batch_size=2, listed=[listed])
         found[str(n)] = {
+            "listed": [listed.by_class(), listed.ids.tolist(), listed.longest(n).tolist()],
             "metrics": timeless,
             "thresholds": model.config.calibration["head_thresholds"],
             "coverage": Calibration.of(model.config).coverage,

@@ -4,9 +4,12 @@ Scores and sets come from the parts that `avgk predict` calls. The HTML is that 
 of a model's records as text.
 """
 
+import base64
+import io
 import logging
 import math
 import tempfile
+import unicodedata
 from collections.abc import Iterator
 from contextlib import contextmanager
 from itertools import islice
@@ -23,7 +26,9 @@ from ..calibration import Calibration
 from ..classifiers import forward, transform_for
 from ..data import image_files
 from ..data.glyphs import CHARACTERS, class_name, draw
+from ..files import make_folder
 from ..questions import Question
+from ..rows import Row, row, write_csv
 from ..scores import head_logits
 from ..sets import k_key
 
@@ -33,6 +38,7 @@ TEMPLATES = Path(__file__).parent / "templates"
 PARTS = Environment(loader=FileSystemLoader(TEMPLATES), autoescape=select_autoescape(["html"]), trim_blocks=True)
 ROWS = 200  # classes of a set that are shown; thousands would be megabytes for every step of the slider
 RUNNERS_UP = 3  # classes below the threshold that are shown
+NOUN, MOST_LETTERS = "class/classes", 40  # what a class is called
 NAMES = 6  # class names in one row of the growth table
 EXAMPLES, LOOKED_AT = 8, 64  # example images shown, and those they are chosen from
 
@@ -47,9 +53,16 @@ def message(text: str, role: str) -> str:
     return render("message.html", text=text, role=role)
 
 
-def count(number: int) -> str:
-    """`1 class`, `3 classes`."""
-    return f"{number} class{'es' * (number != 1)}"
+def read_noun(noun: str) -> tuple[str, str]:
+    """What a class is called, one and many.
+
+    >>> read_noun("class/classes"), read_noun("species")
+    (('class', 'classes'), ('species', 'species'))
+    """
+    one, _, many = noun.partition("/")
+    if not one.strip() or len(noun) > MOST_LETTERS or not noun.isprintable():
+        raise ValueError(f"--noun {noun[:MOST_LETTERS]!r} is no word; give e.g. `species`, or `bird/birds`.")
+    return one.strip(), many.strip() or one.strip()
 
 
 def question_text(k: float = 0, coverage: float | None = None) -> str:
@@ -62,18 +75,53 @@ class Answers:
 
     Args:
         model: A classifier of any class; one that was not calibrated is refused.
+        noun: What the page calls a class: a word, or `one/many`.
     """
 
-    def __init__(self, model: PreTrainedModel) -> None:
+    def __init__(self, model: PreTrainedModel, noun: str = NOUN) -> None:
+        self.noun, (self.one, self.many) = noun, read_noun(noun)
         self.model, self.config, self.transform = model, model.config, transform_for(model)
         calibration = Calibration.of(self.config)
         calibration.threshold()  # refuses a model without
         self.k, self.ks = float(calibration.k), calibration.ks
+        self.names = set(self.config.id2label.values())
         self.source, self.probabilities = calibration.source, calibration.probabilities
         self.balance, self.balances, self.tradeoff = calibration.balance, calibration.balances, calibration.tradeoff
         views = [calibration.at(balance) for balance in self.balances]
         self.levels = [level for level in calibration.levels() if all(level in view.levels() for view in views)]
         self.heads = {view.head(k) for view in views for k in self.ks}  # one, unless `head="auto"`
+
+    def count(self, number: int) -> str:
+        """`1 class`, `3 classes`."""
+        return f"{number} {self.one if number == 1 else self.many}"
+
+    def true_name(self, path: Path) -> str:
+        """The class of an image whose folder has the name of one, or nothing."""
+        name = unicodedata.normalize("NFC", path.parent.name)
+        return name if name in self.names and not name.startswith(".") else ""
+
+    def rows(self, name: str, scores: dict[str, Tensor] | str) -> list[Row]:
+        """The sets of an image for every recorded K, or why there is none, as `avgk predict` writes them."""
+        if isinstance(scores, str):
+            return [row(name, ("k", k), [], scores) for k in self.ks]
+        found = []
+        for k in self.ks:
+            classes, own, _ = self.image_set(scores, k=k)
+            labels = [{"label": self.config.id2label[j], "score": own[j].item()} for j in classes]
+            found.append(row(name, ("k", k), labels))
+        return found
+
+    def table_html(self, rows: list[Row], k: float) -> str:
+        """Several images with their sets for one K, and all of the rows as a file that the page itself holds."""
+        file = io.StringIO()
+        write_csv(file)(rows)
+        shown = []
+        for each in (each for each in rows if each["k"] == k):
+            names = [item["label"] for item in each["set"][:NAMES]]
+            more = f"and {each['size'] - NAMES} more" if each["size"] > NAMES else ""
+            shown.append({**each, "names": names, "more": more})
+        data = base64.b64encode(file.getvalue().encode("utf-8-sig")).decode()
+        return render("several.html", shown=shown, k=k_key(k), many=self.many, data=data)
 
     @torch.no_grad()
     def scores(self, pixels: Tensor) -> dict[str, Tensor]:
@@ -119,7 +167,8 @@ class Answers:
         asked = f"K = {name}" if "k" in question else f"{name} coverage"
         return render(
             "set.html",
-            number=count(len(classes)),
+            number=self.count(len(classes)),
+            one=self.one,
             asked=f"{asked}, balance {balance:g}" if len(self.balances) > 1 else asked,
             worth=self._worth(question.get("k"), balance),
             shown=map(row, shown),
@@ -152,7 +201,7 @@ class Answers:
             name, left = question_text(**{asked: step}), not before.issubset(classes)
             steps.append({"name": name, "now": step == value, "size": len(classes), "names": names, "left": left})
             before = set(classes)
-        return render("growth.html", asked="K" if asked == "k" else asked, steps=steps)
+        return render("growth.html", asked="K" if asked == "k" else asked, steps=steps, many=self.many)
 
 
 def example_images(answers: Answers, folder: str | Path | None) -> list[tuple[Path, int]]:
@@ -194,7 +243,7 @@ def chosen_examples(answers: Answers, folder: str | None) -> Iterator[list[tuple
         if folder is None and list(answers.config.id2label.values()) == [class_name(each) for each in CHARACTERS]:
             rng = np.random.default_rng(0)
             for number, character in enumerate(rng.choice(list(CHARACTERS), LOOKED_AT)):
-                draw(character, rng).save(Path(drawn, f"glyph_{number:02d}.png"))
+                draw(character, rng).save(make_folder(Path(drawn, class_name(character))) / f"glyph_{number:02d}.png")
             folder = drawn
         yield example_images(answers, folder)
 

@@ -47,8 +47,8 @@ def is_served(page: Any, path: str | None) -> bool:
 
 
 def forget_upload(page: Any, path: str | None) -> None:
-    """Remove a file that was uploaded; an example stays."""
-    if path in page.upload_file_set:
+    """Remove a file that was uploaded; an example stays, also where a visitor uploaded it."""
+    if path in page.upload_file_set and path not in _examples(page):
         page.upload_file_set.discard(path)
         with suppress(OSError):  # the folder may hold the same image under another name
             Path(path).unlink()

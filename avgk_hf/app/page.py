@@ -21,12 +21,14 @@ from starlette.middleware import Middleware
 from starlette.middleware.trustedhost import TrustedHostMiddleware
 from torch import Tensor
 
+from ..checks import title_of
 from ..classifiers import load_classifier
 from ..sets import k_key
-from .answers import TEMPLATES, Answers, chosen_examples, count, message, question_text, render
+from .answers import NOUN, TEMPLATES, Answers, chosen_examples, message, question_text, render
 from .guard import LOOPBACK, MOST_UPLOADED, Guard, forget_upload, is_local, is_served
 
 MOST_PIXELS = 25_000_000  # of an image; decoding one takes up to 16 bytes for each
+MOST_AT_ONCE = 16  # images of one table
 WAITING, SESSIONS = 64, 1000  # events in the queue, and visitors whose scores are kept
 ASK_BY = BY_SIZE, BY_COVERAGE = "average size", "coverage"
 HINT = "Drop an image, or choose one of the examples."
@@ -85,6 +87,21 @@ class _Events:
         except (ValueError, OSError) as error:
             return str(error).replace(path, Path(path).name)  # where the server keeps it is nobody's business
 
+    def read_several(self, paths: list[str] | None, k: float) -> str:
+        """The sets of several images as a table; the uploads are not kept."""
+        rows = []
+        for path in (paths or [])[:MOST_AT_ONCE]:
+            try:
+                found = self.answers.scores(self.answers.transform.image(path, most_pixels=MOST_PIXELS))
+            except (ValueError, OSError) as error:
+                found = str(error).replace(path, Path(path).name)
+            rows += self.answers.rows(Path(path).name, found)
+        for path in paths or []:
+            if path not in self.looked_at.values():
+                forget_upload(self.page, path)
+        nearest = min(self.answers.ks, key=lambda other: abs(other - k))  # the recorded one
+        return self.answers.table_html(rows, nearest) if rows else ""
+
     def ask_by(self, by: str) -> list[dict[str, Any]]:
         """Which control is seen."""
         return [gr.update(visible=by == each) for each in ASK_BY]
@@ -122,11 +139,26 @@ def _image(events: _Events) -> gr.Image:
     return image
 
 
+def _several(events: _Events) -> gr.File:
+    """Where several images are dropped at once."""
+    files = gr.File(
+        file_count="multiple",
+        label=f"Several images at once, {MOST_AT_ONCE} at most",
+        height=120,
+        buttons=[],
+        elem_id="avgk-files",
+    )
+    # as for one image: nothing is opened or fetched but what was uploaded
+    files.preprocess = lambda payload: [events.known(each.path) for each in payload or ()]
+    files.async_move_resource_to_block_cache = events.moved
+    return files
+
+
 def _size(answers: Answers) -> tuple[gr.Slider | gr.State, gr.Slider | gr.HTML]:
     """What holds K, and what is seen of it: a slider, or text where there is nothing to choose."""
     k, ks = answers.k, answers.ks
     if len(ks) == 1:
-        only = f"K = {k_key(k)} classes on average: the model is calibrated for no other."
+        only = f"K = {k_key(k)} {answers.many} on average: the model is calibrated for no other."
         return gr.State(k), gr.HTML(message(only, "note"), elem_id="avgk-k")
 
     slider = gr.Slider(
@@ -134,7 +166,7 @@ def _size(answers: Answers) -> tuple[gr.Slider | gr.State, gr.Slider | gr.HTML]:
         ks[-1],
         k,
         step=math.gcd(100, *(round(100 * (other - ks[0])) for other in (*ks, k))) / 100,  # meets every recorded K
-        label="K, classes on average",
+        label=f"K, {answers.many} on average",
         info=f"calibrated for K = {', '.join(map(k_key, ks))}",
         interactive=True,
         buttons=[],
@@ -160,14 +192,15 @@ def _balance(answers: Answers) -> gr.Slider | gr.State:
     )
 
 
-def _show_examples(examples: Sequence[tuple[Path, int]], k: float, image: gr.Image) -> None:
-    """The examples with the sizes of their sets; the one that is chosen becomes the image."""
-    gr.HTML(render("examples.html", title=EXAMPLES, k=k_key(k)))
+def _show_examples(examples: Sequence[tuple[Path, int]], answers: Answers, image: gr.Image) -> None:
+    """The examples with the sizes of their sets and their true names; the one that is chosen becomes the image."""
+    gr.HTML(render("examples.html", title=EXAMPLES, k=k_key(answers.k)))
+    captions = [": ".join(filter(None, (answers.count(size), answers.true_name(path)))) for path, size in examples]
     gallery = gr.Gallery(
-        [(str(path), count(size)) for path, size in examples],
+        [(str(path), caption) for (path, _), caption in zip(examples, captions, strict=True)],
         label=EXAMPLES,
         show_label=False,
-        columns=4,
+        columns=8,
         height="auto",
         allow_preview=False,
         interactive=False,
@@ -193,7 +226,8 @@ def build_page(answers: Answers, name: str, examples: Sequence[tuple[Path, int]]
     levels = [(question_text(coverage=level), level) for level in answers.levels]
     with gr.Blocks(title=f"{name}: sets of classes", analytics_enabled=False, delete_cache=(600, 3600)) as page:
         events = _Events(answers, page)
-        gr.HTML(render("heading.html", name=name, num_labels=answers.config.num_labels, source=answers.source))
+        about = {"num_labels": answers.config.num_labels, "source": answers.source, "many": answers.many}
+        gr.HTML(render("heading.html", name=name, **about))
         with gr.Row():
             with gr.Column(scale=4, min_width=300):
                 image = _image(events)
@@ -207,15 +241,18 @@ def build_page(answers: Answers, name: str, examples: Sequence[tuple[Path, int]]
                     elem_id="avgk-coverage",
                 )
                 balance = _balance(answers)
-                if examples:
-                    _show_examples(examples, answers.k, image)
             with gr.Column(scale=6, min_width=360):
                 predicted = gr.HTML(message(HINT, "status"), elem_id="avgk-set", container=True, padding=True)
                 growth = gr.HTML("", elem_id="avgk-growth", container=True, padding=True)
+        if examples:  # below the answer, on a phone too
+            _show_examples(examples, answers, image)
+        files, table = _several(events), gr.HTML("", elem_id="avgk-several", container=True, padding=True)
         found = gr.State(None)
         asked = [found, ask, size, coverage, balance]
         shown = {"fn": events.show, "inputs": asked, "outputs": [predicted, growth], **QUIET}
         image.change(events.read, image, found, concurrency_limit=1, **QUIET).then(**shown)
+        files.upload(events.read_several, [files, size], table, concurrency_limit=1, **QUIET)
+        files.clear(lambda: "", None, table, **QUIET)
         page.unload(events.closed)
         for control in (size, coverage, balance):
             control.change(**shown)
@@ -262,13 +299,14 @@ def launch(page: gr.Blocks, **options: Any) -> None:
     )
 
 
-def serve(name: str, port: int = 7860, examples: str | None = None) -> None:
+def serve(name: str, port: int = 7860, examples: str | None = None, noun: str = NOUN) -> None:
     """Serve the page of a model on this machine until it is interrupted.
 
     Args:
         name: Folder or Hub id of a calibrated model.
         port: Where to listen on 127.0.0.1.
         examples: Folder of example images.
+        noun: What the page calls a class, as in `Answers`.
     """
     if not 0 < port < 65536:
         raise ValueError(f"--port {port} must lie in 1 to 65535, e.g. 7860.")
@@ -278,7 +316,7 @@ def serve(name: str, port: int = 7860, examples: str | None = None) -> None:
             probe.bind(("127.0.0.1", port))
         except OSError as error:
             raise OSError(f"--port {port} cannot be used ({error.strerror}); name another, e.g. {port + 1}.") from None
-    answers = Answers(load_classifier(name))
+    answers = Answers(load_classifier(name), noun)
     with chosen_examples(answers, examples) as chosen:
         page = build_page(answers, title_of(name), chosen)
         launch(page, server_name="127.0.0.1", server_port=port, prevent_thread_lock=True)
@@ -288,8 +326,3 @@ def serve(name: str, port: int = 7860, examples: str | None = None) -> None:
                 time.sleep(3600)
         finally:
             page.close(verbose=False)
-
-
-def title_of(name: str) -> str:
-    """What to call a model: its folder, or its id on the Hub."""
-    return Path(name).resolve().name if Path(name).is_dir() else name

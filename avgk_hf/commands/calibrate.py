@@ -1,13 +1,14 @@
 """`avgk calibrate`."""
 
 import argparse
+import sys
 from pathlib import Path
 from typing import Any
 
 from ..files import new_file, refuse_link, replacing
 from ..shell import printable
 from .evaluate import is_first_process, measure, print_metrics, read_split, shared_arguments
-from .options import balance, labels_of
+from .options import balance, check_model, labels_of
 
 HELP = "compute a model's thresholds on validation images"
 
@@ -33,13 +34,14 @@ def arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> None:
+    if not args.out and (args.push or not Path(args.model).is_dir()):
+        raise ValueError("name a folder for the calibrated model with --out.")
+    refuse_link(args.out or args.model)  # now, and not when all is computed
+    check_model(args.model, args.k, calibrated=False, dataset=args.dataset)
     from ..calibration import Calibration
     from ..classifiers import best_device, load_classifier, write_thresholds
     from ..hub import push_folder
 
-    if not args.out and (args.push or not Path(args.model).is_dir()):
-        raise ValueError("name a folder for the calibrated model with --out.")
-    refuse_link(args.out or args.model)  # now, and not when all is computed
     model = load_classifier(args.model).to(best_device())
     split, before = read_split(args), _recorded(model.config)
     how = {"per_class": args.per_class, "give_up": args.give_up, "select_by": args.select_by}
@@ -52,15 +54,10 @@ def run(args: argparse.Namespace) -> None:
         save_classifier(model, args.out, metrics, args.push)
     else:
         write_thresholds(model, args.model)
-    print_metrics(metrics, args.json)
+    print_metrics(metrics, args, getattr(model.config, "k", None))
     calibration = Calibration.of(model.config)
     if args.plot:
-        from ..study.plots import balance_curves, tradeoff_curve
-
-        tradeoff_curve({Path(args.model).resolve().name: calibration.curve}, args.plot)
-        if calibration.tradeoff:
-            path = Path(args.plot)
-            balance_curves(calibration.tradeoff, path.with_name(f"{path.stem}_balance{path.suffix}"))
+        _draw(calibration, args)
     if not args.json:
         _say_balances(calibration)
         print(f"thresholds written to {args.out or args.model}")
@@ -98,6 +95,19 @@ def _say_balances(calibration: Any) -> None:
         print(f"balance {each:g}{mark}: {', '.join(found)}, mean set size {size:.2f}")
     sources = {"train": "of the training", "given": "as given", "estimated": "estimated, mean probabilities"}
     print(f"frequencies of classes: {sources.get(calibration.source.get('prevalence_from'), 'unknown')}")
+
+
+def _draw(calibration: Any, args: argparse.Namespace) -> None:
+    """The trade-off between size and coverage, and beside it that between balances."""
+    from ..checks import title_of
+    from ..study.plots import balance_curves, tradeoff_curve
+
+    name, path = title_of(args.model), Path(args.plot)
+    if not tradeoff_curve({name: calibration.curve}, path, f"{name}: size against coverage on {args.split}"):
+        print("K = 1 alone makes no curve, so there is no picture: add e.g. --k 1 2 5.", file=sys.stderr)
+    if calibration.tradeoff:
+        title = f"{name}: what a balance is worth on {args.split}"
+        balance_curves(calibration.tradeoff, path.with_name(f"{path.stem}_balance{path.suffix}"), title)
 
 
 def _recorded(config: Any) -> dict[str, dict[str, Any]]:
@@ -140,9 +150,10 @@ def save_classifier(model: Any, folder: str | Path, metrics: dict[str, float], r
     from ..classifiers import carry_code, image_processor, write_thresholds
     from ..model_card import render_card
     from ..modeling import AvgKForImageClassification
+    from ..weights import without_bars
 
     folder = Path(folder)
-    with replacing(folder) as new:
+    with replacing(folder) as new, without_bars():
         model.save_pretrained(new)
         write_thresholds(model, new)
         if not isinstance(model, AvgKForImageClassification):

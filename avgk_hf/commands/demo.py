@@ -82,7 +82,7 @@ def demo(folder: str | Path, overrides: tuple[str, ...] = ()) -> dict[str, dict[
     from ..modeling import AvgKForImageClassification
     from ..sets import k_key
     from ..study.plots import contact_sheet, set_size_histogram
-    from .plot import sheet_of
+    from .plot import accuracy_of, sheet_of
 
     folder, splits, results = make_folder(folder), None, {}
     for objective in OBJECTIVES:
@@ -90,7 +90,9 @@ def demo(folder: str | Path, overrides: tuple[str, ...] = ()) -> dict[str, dict[
         results |= rows
     model = AvgKForImageClassification.from_pretrained(folder / "avgk")
     sheet, histogram = folder / "contact_sheet.png", folder / "set_sizes.png"
-    contact_sheet(*sheet_of(model, splits["test"]), sheet)
+    *shown, scores = sheet_of(model, splits["test"])
+    title = f"AVG-K, {accuracy_of(results['AVG-K'])}. Predicted sets, from clear to hopeless"
+    contact_sheet(*shown, sheet, scores, title)
     sizes = {name: results[name]["set_sizes"]["all"] for name in OBJECTIVES.values()}
     set_size_histogram(sizes, histogram, f"Set sizes on test, K = {k_key(model.config.k)}")
     text = table(results)

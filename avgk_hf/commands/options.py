@@ -26,6 +26,32 @@ PER_CLASS_WEIGHT = {
 METHOD = {"default": "lac", "help": "how coverage is reached: lac, aps or raps (%(default)s)"}
 
 
+def check_model(name: str, ks: list[float] = (), calibrated: bool = True, dataset: str | None = None) -> None:
+    """Refuse a model and set sizes that cannot be meant, before torch is imported.
+
+    Args:
+        name: Folder or Hub id; of the latter nothing is known yet.
+        ks: Average set sizes.
+        calibrated: Whether they have to be in the calibrated range.
+        dataset: A dataset, whose path has to be there.
+    """
+    from ..checks import check_calibrated, check_dataset, check_k, model_folder, read_config
+
+    folder = model_folder(name)
+    stored = {} if folder is None else read_config(folder)
+    labels, thresholds = (stored.get(field) for field in ("id2label", "thresholds"))
+    try:
+        known = [float(key) for key in thresholds or ()] if calibrated else []
+    except (TypeError, ValueError):  # refused with the field's name when the model is loaded
+        known = []
+    for k in ks:
+        check_k(k, len(labels) if isinstance(labels, dict) and labels else None)
+        if known:
+            check_calibrated(k, known)
+    if dataset is not None:
+        check_dataset(dataset)
+
+
 def label_arguments(parser: argparse.ArgumentParser) -> None:
     """How the classes of a dataset are matched to the model's."""
     labels = parser.add_mutually_exclusive_group()

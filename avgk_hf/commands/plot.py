@@ -43,14 +43,7 @@ def plot_runs(runs: Sequence[str | Path], out: str | Path, allow_outside: bool =
     from ..data import load_splits
     from ..model_card import read_results
     from ..modeling import AvgKForImageClassification
-    from ..study.plots import (
-        accuracy_curve,
-        by_shot,
-        contact_sheet,
-        in_both_formats,
-        set_size_histogram,
-        tradeoff_curve,
-    )
+    from ..study.plots import accuracy_curve, by_shot, in_both_formats, set_size_histogram, tradeoff_curve
     from ..study.seeds import find_runs
 
     out, runs = make_folder(out), find_runs(runs)
@@ -74,32 +67,63 @@ def plot_runs(runs: Sequence[str | Path], out: str | Path, allow_outside: bool =
         tradeoffs[name] = (model.config.calibration or {}).get("curve")  # before the curve against K calibrates anew
         sizes[name] = results["set_sizes"]["all"]
         shots = by_shot(results["set_sizes"])
-        files += in_both_formats(contact_sheet, out / f"contact_sheet_{name}", *sheet_of(model, test))
-        files += in_both_formats(set_size_histogram, out / f"set_sizes_by_shot_{name}", shots)
+        title = f"{name}, {accuracy_of(results)}"
+        files += _sheets(model, test, out / f"contact_sheet_{name}", title)
+        files += in_both_formats(set_size_histogram, out / f"set_sizes_by_shot_{name}", shots, title=title)
         curves[name] = _curve(model, validation, test)
-    files += in_both_formats(set_size_histogram, out / "set_sizes", sizes)
+    title = title if len(runs) == 1 else "Set sizes on test"
+    files += in_both_formats(set_size_histogram, out / "set_sizes", sizes, title=title)
     lines = {name: {k: {"mean": v, "half_width": None} for k, v in curve.items()} for name, curve in curves.items()}
-    files += in_both_formats(accuracy_curve, out / "accuracy_against_k", lines)
+    title = "Average-K accuracy on test"
+    files += in_both_formats(accuracy_curve, out / "accuracy_against_k", lines, title=title)
     tradeoffs = {name: curve for name, curve in tradeoffs.items() if curve}
     if tradeoffs:  # earlier versions did not record it
-        files += in_both_formats(tradeoff_curve, out / "tradeoff", tradeoffs)
+        title = "Size against coverage on validation"
+        files += in_both_formats(tradeoff_curve, out / "tradeoff", tradeoffs, title=title)
     files.append(out / "accuracy_against_k.json")
     write_text(files[-1], json.dumps(curves, indent=2) + "\n")
     return files
 
 
-def sheet_of(model: Any, dataset: Any) -> tuple[list[Any], list[list[int]], list[int], list[str]]:
-    """What `contact_sheet` shows of a calibrated model: images of one split of `load_splits`, sets, labels, names."""
+def accuracy_of(results: dict[str, Any]) -> str:
+    """What a picture's title says of a run."""
+    from ..sets import k_key
+
+    return f"K = {k_key(results['k'])}: average-K accuracy {100 * results['test']['average_k_accuracy']:.1f}% on test"
+
+
+def _sheets(model: Any, test: Any, stem: Path, title: str) -> list[Path]:
+    from ..study.plots import contact_sheet, in_both_formats
+
+    *shown, scores = sheet_of(model, test)
+    title = f"{title}. Predicted sets, from clear to hopeless"
+    return in_both_formats(contact_sheet, stem, *shown, scores=scores, title=title)
+
+
+def sheet_of(model: Any, dataset: Any) -> tuple[Any, list[list[int]], list[int], list[str], list[list[float]]]:
+    """What `contact_sheet` shows of a calibrated model: images of one split of `load_splits`, sets, labels, names.
+
+    The last part are the scores of the sets' classes. At most `SHEET_IMAGES` are looked at, spread over the split.
+    """
+    import numpy as np
     import torch
+    from datasets import Image
     from huggingface_hub.utils import tqdm
 
+    from ..calibration import Calibration
     from ..data import prepare
+    from ..questions import Question
 
-    sample = dataset.select(range(min(SHEET_IMAGES, len(dataset))))
-    prepared, sets = prepare(sample, model.config), []
+    chosen = np.linspace(0, len(dataset) - 1, min(SHEET_IMAGES, len(dataset))).astype(int)
+    sample = dataset.select(chosen)
+    answer = Calibration.of(model.config).answer(Question(min_size=1))
+    prepared, sets, scores = prepare(sample, model.config), [], []
     for start in tqdm(range(0, len(sample), 64), desc="contact sheet", unit="batch"):
-        sets += model.predict_sets(torch.stack(prepared[start : start + 64]["pixel_values"]), min_size=1)
-    return list(sample["image"]), sets, list(sample["label"]), sample.features["label"].names
+        found = model.scores(torch.stack(prepared[start : start + 64]["pixel_values"]))
+        sets += answer.classes(found)
+        scores += [row[classes].tolist() for row, classes in zip(found, sets[start:], strict=True)]
+    images = sample.cast_column("image", Image(decode=False))["image"]
+    return images, sets, list(sample["label"]), sample.features["label"].names, scores
 
 
 def _curve(model: Any, validation: Any, test: Any) -> dict[float, float]:

@@ -1,6 +1,8 @@
 """`avgk train`."""
 
 import argparse
+from itertools import pairwise
+from pathlib import Path
 
 HELP = "train a model from a recipe"
 
@@ -12,6 +14,30 @@ def arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> None:
+    _check(args.arguments)
     from ..train import main
 
     main(args.arguments)
+
+
+def _check(arguments: list[str]) -> None:
+    """Refuse a recipe that cannot be read, its K or its folder of images, before torch is imported."""
+    from ..checks import check_dataset, check_k
+    from ..files import refuse_link
+    from ..plain_yaml import read_recipe
+
+    if {"-h", "--help"} & set(arguments) or not arguments or arguments[0].startswith("-"):
+        return
+    given = read_recipe(Path(arguments[0]))
+    for flag, value in pairwise([*arguments[1:], ""]):  # a later one counts
+        name, equals, own = flag.partition("=")
+        given |= {name[2:]: own if equals else value} if flag.startswith("--") else {}
+    if isinstance(given.get("output_dir"), str):
+        refuse_link(given["output_dir"])
+    if isinstance(given.get("dataset"), str):
+        check_dataset(given["dataset"])
+    try:
+        k = float(given.get("k", 1))
+    except (TypeError, ValueError):
+        return  # which the parser refuses in its own words
+    check_k(k)

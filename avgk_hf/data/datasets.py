@@ -1,7 +1,10 @@
 """The dataset contract: splits with `image`, `label` (ClassLabel) and `index`, the position in the split."""
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
+import datasets
 import numpy as np
 from datasets import ClassLabel, Dataset, DatasetDict, Features, Image, Value
 from torch.utils.data import default_collate
@@ -13,6 +16,18 @@ from ..shell import printable
 
 logger = logging.get_logger(__name__)
 ON_BAD_IMAGE = ("error", "skip")
+
+
+@contextmanager
+def without_bars() -> Iterator[None]:
+    """Without the progress bars of `datasets` for what takes no time."""
+    shown = not datasets.are_progress_bars_disabled()
+    datasets.disable_progress_bars()
+    try:
+        yield
+    finally:
+        if shown:
+            datasets.enable_progress_bars()
 
 
 def contract(names: list[str] | None) -> Features:

@@ -1,16 +1,18 @@
 """One door for all data: `glyphs`, a Hub id, an image folder, parquet files, a saved dataset, or an archive."""
 
+from contextlib import nullcontext
 from pathlib import Path
 
 import pyarrow.parquet as pq
 from datasets import ClassLabel, Dataset, DatasetDict, Features, Value, load_dataset_builder, load_from_disk
 from datasets.exceptions import DatasetGenerationError
+from datasets.packaged_modules.imagefolder.imagefolder import ImageFolder
 
-from ..checks import reason_of
+from ..checks import check_dataset, reason_of
 from .boundary import check_builder, check_folder, check_images
 from .cifar import is_cifar_archive, load_cifar
 from .classes import check_new_classes, nfc, with_classes
-from .datasets import contract, split_validation
+from .datasets import contract, split_validation, without_bars
 from .glyphs import load_glyphs
 from .plantnet import is_plantnet, load_plantnet
 
@@ -78,8 +80,7 @@ def load_splits(
 def _read(dataset: str, config_name: str | None, label_column: str, allow_outside: bool) -> DatasetDict:
     """What `datasets` makes of a folder or a Hub id, with a look at what it would read before it does."""
     folder = Path(dataset)
-    if not folder.exists() and dataset.startswith((".", "/", "~")):
-        raise FileNotFoundError(f"dataset={dataset!r}: there is no such folder.")
+    check_dataset(dataset)
     if folder.is_file():
         raise ValueError(f"dataset={dataset!r} is a file; name the folder that holds it.")
     if folder.is_dir() and not any(folder.iterdir()):
@@ -94,7 +95,9 @@ def _read(dataset: str, config_name: str | None, label_column: str, allow_outsid
             builder = load_dataset_builder(dataset, config_name)
             if not allow_outside:
                 check_builder(builder, dataset)
-            builder.download_and_prepare()
+            # of an image folder nothing is downloaded, and only paths are written
+            with without_bars() if isinstance(builder, ImageFolder) else nullcontext():
+                builder.download_and_prepare()
             splits = builder.as_dataset()
     except Exception as error:  # of arrow, json, the file system or the network
         # datasets has no error of its own for a split without rows
@@ -149,7 +152,8 @@ def _to_contract(splits: DatasetDict, dataset: str, columns: dict[str, str], unl
             split = split.rename_columns({old: new for new, old in columns.items() if old != new})
             if names is not None and split.features["label"] != ClassLabel(names=names):
                 split = with_classes(split, names)
-            made[name] = split.add_column("index", list(range(len(split)))).cast(contract(names))
+            with without_bars():
+                made[name] = split.add_column("index", list(range(len(split)))).cast(contract(names))
         except Exception as error:  # of arrow, for a column of another type
             raise ValueError(
                 f"dataset {dataset!r}, split {name!r}: {' or '.join(map(repr, columns.values()))} cannot be read as"

@@ -1,12 +1,13 @@
 """What tables of results show: one list of columns, how a number stands in a cell, and a table as Markdown."""
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from ..sets import k_key
 
 MISSING = "–"
+COUNTED = {"num_images": "images", "skipped": "images left out"}  # metrics that count
 
 
 @dataclass(frozen=True)
@@ -17,8 +18,8 @@ class Column:
         metric: Which metric it shows.
         title: Its heading.
         percent: Whether the metric is a share.
-        tables: The tables that have it: of `avgk compare` ("study", and "balance" about balances), of `avgk report`
-            and of `avgk demo`.
+        tables: The tables that have it: of `avgk compare` ("study", and "balance" for balances), of `avgk report`, of
+            `avgk demo`, and of `avgk evaluate` and `avgk calibrate` ("command").
 
     Example:
         >>> COLUMNS[0].heading(3), COLUMNS[0].cell({"mean": 0.9712, "half_width": 0.0031, "n": 5})
@@ -28,7 +29,7 @@ class Column:
     metric: str
     title: str
     percent: bool = True
-    tables: tuple[str, ...] = ("study", "report", "demo", "balance")
+    tables: tuple[str, ...] = ("study", "report", "demo", "balance", "command")
 
     def heading(self, k: float | None = None) -> str:
         """The title, for one K where the whole table is about it."""
@@ -37,6 +38,10 @@ class Column:
     def number(self, value: float) -> float:
         """A value in the unit of the table."""
         return 100 * value if self.percent else value
+
+    def percent_cell(self, value: float | None) -> str:
+        """A number with its unit."""
+        return MISSING if value is None else f"{self.number(value):.2f}{'%' * self.percent}"
 
     def cell(self, found: dict[str, Any] | float | None, sign: bool = False) -> str:
         """A number, or a mean with the half width of its interval, as `interval` gives it."""
@@ -52,6 +57,7 @@ SIZE = Column("mean_set_size", "mean set size", percent=False)
 COLUMNS = (
     ACCURACY,
     SIZE,
+    Column("empty_sets", "empty sets", tables=("command",)),
     Column("top1_accuracy", "top-1", tables=("report", "demo")),
     Column("topk_accuracy", "top-K", tables=("report",)),
     Column("macro_accuracy", "mean over classes", tables=("balance",)),
@@ -70,3 +76,43 @@ def as_table(head: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
     """A Markdown table."""
     first, *others = ("".join(f"| {cell} " if cell else "| " for cell in row) + "|" for row in (head, *rows))
     return "\n".join([first, "|---" * len(head) + "|", *others])
+
+
+def as_text(head: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
+    """A table for a terminal: columns as wide as they need, numbers flush right.
+
+    >>> print(as_text(["K", "accuracy"], [["1", "87.50%"], ["10", "99.00%"]]))
+     K  accuracy
+     1    87.50%
+    10    99.00%
+    """
+    lines = [list(head), *map(list, rows)]
+    widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
+    return "\n".join("  ".join(map(str.rjust, line, widths)) for line in lines)
+
+
+def by_k(metrics: Mapping[str, float], own_k: float | None) -> str:
+    """Metrics of an evaluation as people read them: a row for each K, then the coverages, then what has no K.
+
+    Args:
+        metrics: As `evaluation.evaluate` names them.
+        own_k: The K whose metrics have none behind their names.
+    """
+    columns, found = columns_of("command"), {}
+    for name, value in metrics.items():
+        metric, _, key = name.partition("@")
+        if metric in {column.metric for column in columns} and (key or own_k is not None):
+            found.setdefault(float(key or own_k), {})[metric] = value
+    columns = [column for column in columns if any(column.metric in of_k for of_k in found.values())]
+    rows = [[k_key(k), *(each.percent_cell(found[k].get(each.metric)) for each in columns)] for k in sorted(found)]
+    parts = [as_text(["K", *(column.title.replace("average-K ", "") for column in columns)], rows)]
+    levels = [name for name in metrics if name.startswith("coverage_") and f"{name}_size" in metrics]
+    if levels:
+        levels.sort(key=lambda name: (name.rpartition("_")[0], float(name.rpartition("_")[2])))
+        words = [name.removeprefix("coverage_").replace("_", " ") for name in levels]
+        sizes = [SIZE.percent_cell(metrics[f"{name}_size"]) for name in levels]
+        of_levels = zip(words, [ACCURACY.percent_cell(metrics[name]) for name in levels], sizes, strict=True)
+        parts.append(as_text(["coverage", "measured", "mean set size"], of_levels))
+    others = [f"top-1 accuracy {100 * metrics['top1_accuracy']:.2f}%"] if "top1_accuracy" in metrics else []
+    others += [f"{metrics[name]} {words}" for name, words in COUNTED.items() if name in metrics]
+    return "\n\n".join([*parts, *([", ".join(others)] if others else [])])

@@ -1,7 +1,6 @@
 """Pictures of set predictions, from plain numbers: what sets look like, how large they are, what a larger K buys."""
 
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -9,67 +8,29 @@ from typing import Any
 import numpy as np
 
 from ..checks import is_number
-from ..files import new_file
+from ..images import open_image
+from .drawing import COLOURS, HATCHES, LINES, drawn_axis, look, pyplot, readable, save, whole
 
-LINES = [("-", "o"), ("--", "s"), (":", "^"), ("-.", "D"), ((0, (1, 1)), "v"), ((0, (5, 1)), "x")]
-MARKS = [("", "0.35"), ("///", "0.85"), ("...", "0.6"), ("xx", "0.95")]  # hatch and grey: readable without colour
-
-
-def _pyplot() -> Any:
-    try:
-        import matplotlib
-    except ImportError as error:
-        raise ImportError("pictures need matplotlib: `pip install 'avgk_hf[demo]'`.") from error
-    matplotlib.use("Agg")
-    import matplotlib.pyplot as plt
-
-    return plt
+SIDE, GAP, LINE, HEADING = 1.6, 0.15, 0.115, 0.17  # of a contact sheet, in inches: image, between, line, of the title
+MOST_BARS, LEAST_DRAWN = 14, 0.001  # sizes that are bars, more are a line; the smallest share that is shown
+WIDTH, MOST_DRAWN = 23, 320  # columns of a name below an image, pixels of its longer side
 
 
 def in_both_formats(picture: Callable[..., None], stem: Path, *data: Any, **options: Any) -> list[Path]:
-    """Draw a picture as PNG and as SVG, and return the files."""
+    """Draw a picture as PNG and as SVG, and return the files; none for a picture that would be a single point."""
     files = [stem.with_name(f"{stem.name}.{ending}") for ending in ("png", "svg")]
-    for file in files:
-        picture(*data, file, **options)
-    return files
-
-
-@contextmanager
-def _axis(path: str | Path, xlabel: str, ylabel: str, title: str = "", height: float = 3.8) -> Iterator[Any]:
-    """Axes to draw on, which are then labelled and written."""
-    figure, axis = _pyplot().subplots(figsize=(7, height), layout="tight")
-    yield axis
-    axis.set(xlabel=xlabel, ylabel=ylabel, title=title)
-    axis.grid(alpha=0.3)
-    axis.set_axisbelow(True)
-    if axis.get_legend_handles_labels()[0]:
-        axis.legend(frameon=False)
-    _save(figure, path)
-
-
-def _save(figure: Any, path: str | Path) -> None:
-    path = Path(path)
-    with new_file(path if path.suffix else path.with_name(f"{path.name}.png")) as new:
-        figure.savefig(new, dpi=130)
-    _pyplot().close(figure)
-
-
-def _look(i: int) -> dict[str, Any]:
-    """How the i-th line looks."""
-    style, marker = LINES[i % len(LINES)]
-    return {"linestyle": style, "marker": marker, "color": str(0.15 * (i % 4)), "markersize": 4}
-
-
-def _short(name: str, most: int = 60) -> str:
-    """A name as it can be drawn: matplotlib would read `$` as mathematics."""
-    name = "".join(c if c.isprintable() else " " for c in name)
-    return (name if len(name) <= most else name[: most - 1] + "…").replace("$", r"\$")
+    return [file for file in files if picture(*data, file, **options) is not False]
 
 
 def _percent(found: Sequence[dict[str, Any]]) -> dict[str, list[float]]:
     """Means and half widths of intervals in percent, as `errorbar` takes them."""
     widths = [100 * (each["half_width"] or 0) for each in found]
     return {"y": [100 * each["mean"] for each in found], "yerr": widths if any(widths) else None}
+
+
+def _single(values: Iterable[Sequence[Any]]) -> bool:
+    """Whether no line has a second point, which makes no picture."""
+    return all(len(points) < 2 for points in values)
 
 
 def _number_axis(axis: Any, values: Sequence[float]) -> None:
@@ -84,43 +45,106 @@ def _number_axis(axis: Any, values: Sequence[float]) -> None:
 def contact_sheet(
     images: Sequence[Any],
     sets: Sequence[Sequence[int]],
-    labels: Sequence[int],
-    names: Sequence[str],
+    labels: Sequence[int] | None,
+    names: Mapping[int, str] | Sequence[str],
     path: str | Path,
+    scores: Sequence[Sequence[float]] | None = None,
+    title: str = "Predicted sets, from clear to hopeless",
     columns: int = 6,
     rows: int = 4,
-    most: int = 7,
+    most: int = 6,
+    ordered: bool = True,
 ) -> None:
     """Images with their predicted sets below, from clear (small sets) to hopeless (large ones).
 
     Args:
-        images: Pillow images.
+        images: As `open_image` takes them; only those that are shown are opened.
         sets: The set of each image: class ids, best first.
-        labels: The true class of each image.
+        labels: The true class of each image, or None.
         names: Names of the classes.
         path: PNG or SVG to write.
+        scores: Of the classes of each set.
+        title: Above the images.
         columns: Images in a row.
         rows: Rows; the images shown are spread evenly over all given, ordered by set size.
         most: Classes written out below an image; the rest is counted.
+        ordered: Whether to order and to choose; otherwise all images are shown as they come.
     """
-    order = sorted(range(len(images)), key=lambda i: len(sets[i]))
-    shown = [order[i] for i in np.linspace(0, len(order) - 1, min(rows * columns, len(order))).astype(int)]
-    figure, axes = _pyplot().subplots(rows, columns, figsize=(1.75 * columns, 2.55 * rows), squeeze=False)
-    for axis in axes.flat:
-        axis.axis("off")
-    for axis, i in zip(axes.flat, shown, strict=False):
-        axis.imshow(images[i], cmap="gray" if images[i].mode == "L" else None)
-        axis.set_title(f"{len(sets[i])} class{'es' * (len(sets[i]) != 1)}", fontsize=8, loc="left", pad=2)
-        lines = [("✓ " if j == labels[i] else "   ") + _short(names[j], 26) for j in sets[i][:most]]
-        if len(sets[i]) > most:
-            lines.append(f"   + {len(sets[i]) - most} more" + (" ✓" if labels[i] in sets[i][most:] else ""))
-        if labels[i] not in sets[i]:
-            lines.append("✗ " + _short(names[labels[i]], 26))
-        axis.text(0, -0.04, "\n".join(lines), transform=axis.transAxes, va="top", fontsize=6.5, linespacing=1.25)
-    title = "Predicted sets, from clear to hopeless (✓ the true class, ✗ missed)"
-    figure.suptitle(title, fontsize=10, x=0.01, y=0.995, ha="left")
-    figure.subplots_adjust(left=0.01, right=0.995, top=0.94, bottom=0.1, wspace=0.3, hspace=0.8)
-    _save(figure, path)
+    shown = list(range(len(images)))
+    if ordered:
+        shown.sort(key=lambda i: len(sets[i]))
+        shown = [shown[i] for i in np.linspace(0, len(shown) - 1, min(rows * columns, len(shown))).astype(int)]
+    captions = [
+        _caption(sets[i], None if labels is None else labels[i], names, None if scores is None else scores[i], most)
+        for i in shown
+    ]
+    columns, legend = min(columns, len(shown)), "" if labels is None else " (✓ the true class, ✗ missed)"
+    lines = [[caption for caption, _ in captions[i : i + columns]] for i in range(0, len(shown), columns)]
+    heights = [SIDE + GAP + LINE * (1 + max(caption.count("\n") for caption in row)) for row in lines]
+    heading = whole(title + legend, 20 * columns)
+    with readable([heading, *(text for both in captions for text in both)]) as plt:
+        top = sum(heights)
+        figure = plt.figure(figsize=((SIDE + GAP) * columns + GAP, top + HEADING * (heading.count("\n") + 2)))
+        for number, i in enumerate(shown):
+            row, column = divmod(number, columns)
+            left, bottom = GAP + (SIDE + GAP) * column, top - sum(heights[:row]) - SIDE
+            width, height = figure.get_size_inches()
+            axis = figure.add_axes((left / width, bottom / height, SIDE / width, SIDE / height), anchor="SW")
+            picture = open_image(images[i], "L" if getattr(images[i], "mode", "") == "L" else "RGB")
+            picture.thumbnail((MOST_DRAWN, MOST_DRAWN))
+            axis.imshow(picture, cmap="gray")
+            axis.axis("off")
+            for text, at, align in zip(captions[number], (left, left + SIDE), ("left", "right"), strict=True):
+                place = {"x": at / width, "y": (bottom - 0.04) / height, "ha": align, "va": "top"}
+                figure.text(s=text, fontsize=6.5, linespacing=1.25, **place)
+        figure.text(GAP / width, 1 - 0.1 / height, heading, fontsize=10, va="top")
+        save(figure, path)
+
+
+def _caption(classes: Any, label: int | None, names: Any, scores: Any, most: int) -> tuple[str, str]:
+    """What stands below an image, line by line: names, and beside them their scores."""
+    left, right = [f"{len(classes)} class{'es' * (len(classes) != 1)}"], [""]
+    for place, j in enumerate(classes[:most]):
+        name = whole(names[int(j)], WIDTH).split("\n")
+        left += [("✓ " if j == label else "   ") + name[0], *(f"   {part}" for part in name[1:])]
+        right += ["" if scores is None else f"{scores[place]:.2f}", *([""] * (len(name) - 1))]
+    if len(classes) > most:
+        left.append(f"   + {len(classes) - most} more" + " ✓" * (label in [int(j) for j in classes[most:]]))
+    if label is not None and label not in [int(j) for j in classes]:
+        name = whole(names[label], WIDTH).split("\n")
+        left += ["✗ " + name[0], *(f"   {part}" for part in name[1:])]
+    return "\n".join(left), "\n".join(right)
+
+
+def confusion_groups(groups: Sequence[Sequence[str]], shares: np.ndarray, path: str | Path, title: str = "") -> None:
+    """Classes that are listed together: of the images of each, by row, the share whose sets hold each other one.
+
+    Args:
+        groups: Names of the classes of each group.
+        shares: (m, m) for the m classes of all groups in their order.
+        path: PNG or SVG to write.
+        title: Above the axes.
+    """
+    names = [whole(name, 34) for group in groups for name in group]
+    with readable([title, *names]) as plt:
+        side = 1.6 + 0.34 * len(names)
+        figure, axis = plt.subplots(figsize=(side + 2.4, side + 0.4), layout="constrained")
+        axis.imshow(100 * shares, cmap="Blues", vmin=0, vmax=100)
+        for (row, column), share in np.ndenumerate(shares):
+            if share >= 0.005:
+                colour = "white" if share > 0.6 else "black"
+                axis.text(column, row, f"{100 * share:.0f}", ha="center", va="center", fontsize=7, color=colour)
+        start = 0
+        for group in groups:
+            corner, size = (start - 0.5, start - 0.5), len(group)
+            axis.add_patch(plt.Rectangle(corner, size, size, fill=False, linewidth=1.6, edgecolor=COLOURS[4]))
+            start += size
+        axis.set_yticks(range(len(names)), [f"{name}  {number}" for number, name in enumerate(names, 1)], fontsize=8)
+        axis.set_xticks(range(len(names)), range(1, len(names) + 1), fontsize=8)
+        axis.tick_params(length=0)
+        axis.set(xlabel="class in the set", ylabel="true class")
+        axis.set_title(whole(title + " (% of its images)", 60), fontsize=10, loc="left")
+        save(figure, path, bbox_inches="tight")
 
 
 def set_size_histogram(counts: dict[str, Sequence[int]], path: str | Path, title: str = "Set sizes on test") -> None:
@@ -131,15 +155,19 @@ def set_size_histogram(counts: dict[str, Sequence[int]], path: str | Path, title
         path: PNG or SVG to write.
         title: Above the axes.
     """
-    width = 0.8 / len(counts)
-    with _axis(path, "classes in the set", "share of images", title, height=3.6) as axis:
+    width, largest = 0.8 / len(counts), 0
+    with drawn_axis(path, "classes in the set", "share of images", title, height=3.6, names=counts) as axis:
         for i, (name, series) in enumerate(counts.items()):
-            sizes, total = np.arange(len(series)), max(sum(series), 1)
-            hatch, grey = MARKS[i % len(MARKS)]
-            label = f"{_short(name)} (mean {np.dot(sizes, series) / total:.2f})"
+            sizes, shares = np.arange(len(series)), np.asarray(series) / max(sum(series), 1)
+            label = f"{whole(name)} (mean {np.dot(sizes, shares):.2f})"
+            largest = max(largest, *np.flatnonzero(shares >= LEAST_DRAWN), 1)
+            if max(map(len, counts.values())) > MOST_BARS:
+                axis.plot(sizes, shares, label=label, **look(i))
+                continue
             places = sizes + (i - (len(counts) - 1) / 2) * width
-            shares = np.asarray(series) / total
-            axis.bar(places, shares, width, label=label, color=grey, edgecolor="black", hatch=hatch)
+            style = {"color": COLOURS[i % len(COLOURS)], "hatch": HATCHES[i % len(HATCHES)], "edgecolor": "white"}
+            axis.bar(places, shares, width, label=label, **style)
+        axis.set_xlim(-0.6, largest + 0.6)
         axis.xaxis.get_major_locator().set_params(integer=True)
 
 
@@ -152,66 +180,86 @@ def accuracy_curve(
     curves: dict[str, dict[float, dict[str, Any]]],
     path: str | Path,
     limits: dict[str, dict[float, float]] | None = None,
-) -> None:
+    title: str = "",
+) -> bool:
     """Average-K accuracy against K, one line for each run or loss, with the interval over seeds where there is one.
 
     Args:
         curves: For each line, {K: `mean` and `half_width`}, the latter None for one seed.
         path: PNG or SVG to write.
         limits: {name: {K: accuracy}} of lines without intervals, e.g. the best possible.
+        title: Above the axes.
+
+    Returns:
+        Whether there is anything to draw: one K makes no line.
     """
-    with _axis(path, "K, average set size on validation", "average-K accuracy on test (%)", height=4.2) as axis:
+    if _single(curves.values()):
+        return False
+    labels = "K, average set size on validation", "average-K accuracy on test (%)"
+    with drawn_axis(path, *labels, title, height=4.2, names=[*curves, *(limits or {})]) as axis:
         for i, (name, curve) in enumerate(curves.items()):
             found = _percent(list(curve.values()))
             shift = 0.012 * (i - (len(curves) - 1) / 2) if found["yerr"] else 0  # so that intervals do not hide others
-            axis.errorbar([k * (1 + shift) for k in curve], **found, capsize=2, label=_short(name), **_look(i))
+            axis.errorbar([k * (1 + shift) for k in curve], **found, capsize=2, label=whole(name), **look(i))
         for i, (name, limit) in enumerate((limits or {}).items()):
             values = [100 * value for value in limit.values()]
-            axis.plot(list(limit), values, color="0.6", linestyle=LINES[-1 - i % 2][0], label=_short(name))
+            axis.plot(list(limit), values, color="0.55", linestyle=LINES[-1 - i % 3][0], label=whole(name))
         _number_axis(axis, sorted({k for curve in curves.values() for k in curve}))
+    return True
 
 
-def tradeoff_curve(curves: dict[str, Sequence[Sequence[float]]], path: str | Path) -> None:
+def tradeoff_curve(curves: dict[str, Sequence[Sequence[float]]], path: str | Path, title: str = "") -> bool:
     """Coverage against mean set size on validation, sets beside top-K, two lines for each run.
 
     Args:
         curves: For each run, rows as `SetStatistics.curve` gives them: K, lambda_val, size, coverage, top-K accuracy.
         path: PNG or SVG to write.
+        title: Above the axes.
+
+    Returns:
+        Whether there is anything to draw: a calibration for K = 1 only makes no line.
     """
-    with _axis(path, "classes in a set, mean on validation", "sets with the true class (%)") as axis:
+    if _single(curves.values()):
+        return False
+    labels = "classes in a set, mean on validation", "sets with the true class (%)"
+    with drawn_axis(path, *labels, title, names=curves) as axis:
         for i, (name, rows) in enumerate(curves.items()):
             sizes, coverages = [row[2] for row in rows], [100 * row[3] for row in rows]
-            axis.plot(sizes, coverages, label=f"{_short(name)}, sets", **_look(i))
-            whole = [(row[0], 100 * row[4]) for row in rows if float(row[0]).is_integer()]
-            look = {**_look(i), "markerfacecolor": "white", "alpha": 0.6}
-            axis.plot(*zip(*whole, strict=True), label=f"{_short(name)}, top-K", **look)
+            axis.plot(sizes, coverages, label=f"{whole(name)}, sets", **look(i))
+            top = [(row[0], 100 * row[4]) for row in rows if float(row[0]).is_integer()]
+            open_marks = {**look(i), "markerfacecolor": "white", "alpha": 0.6}
+            axis.plot(*zip(*top, strict=True), label=f"{whole(name)}, top-K", **open_marks)
+    return True
 
 
-def balance_curves(rows: Sequence[Sequence[float | None]], path: str | Path) -> None:
+def balance_curves(rows: Sequence[Sequence[float | None]], path: str | Path, title: str = "") -> None:
     """What balances are worth, one panel for each K: all images, the mean over classes, and few-shot classes.
 
     Args:
         rows: `Calibration.tradeoff`: K, balance, these three (the last may be None), and the mean size.
         path: PNG or SVG to write.
+        title: Above the panels.
     """
     ks = sorted({row[0] for row in rows})
     ks = [ks[i] for i in np.linspace(0, len(ks) - 1, min(6, len(ks))).round().astype(int)]
     size = {"figsize": (2.6 * len(ks) + 0.6, 3.4), "squeeze": False, "layout": "constrained"}
-    figure, axes = _pyplot().subplots(1, len(ks), **size)
-    for axis, k in zip(axes[0], ks, strict=True):
-        own = [row for row in rows if row[0] == k]
-        for i, name in enumerate(("all images", "mean over classes", "few shot")):
-            points = [(row[1], 100 * row[2 + i]) for row in own if row[2 + i] is not None]
-            if points:
-                axis.plot(*zip(*points, strict=True), label=name, **_look(i))
-        axis.set(title=f"K = {k:g}", xlabel="balance")
-        axis.grid(alpha=0.3)
-    axes[0, 0].set_ylabel("true class in the set (%)")
-    figure.legend(*axes[0, 0].get_legend_handles_labels(), loc="outside lower center", ncols=3, frameon=False)
-    _save(figure, path)
+    with readable([title]) as plt:
+        figure, axes = plt.subplots(1, len(ks), **size)
+        for axis, k in zip(axes[0], ks, strict=True):
+            own = [row for row in rows if row[0] == k]
+            for i, name in enumerate(("all images", "mean over classes", "few shot")):
+                points = [(row[1], 100 * row[2 + i]) for row in own if row[2 + i] is not None]
+                if points:
+                    axis.plot(*zip(*points, strict=True), label=name, **look(i))
+            axis.set(title=f"K = {k:g}", xlabel="balance")
+            axis.grid(alpha=0.3)
+        axes[0, 0].set_ylabel("true class in the set (%)")
+        figure.legend(*axes[0, 0].get_legend_handles_labels(), loc="outside lower center", ncols=3, frameon=False)
+        figure.suptitle(whole(title, 110), fontsize=10)
+        save(figure, path)
 
 
-def learning_curves(curves: dict[str, Sequence[dict[str, float]]], path: str | Path, title: str = "") -> None:
+def learning_curves(curves: dict[str, Sequence[dict[str, float]]], path: str | Path, title: str = "") -> bool:
     """Validation accuracy and validation loss after every epoch, one line for each loss.
 
     Losses have different scales, so each is divided by its own minimum: a line that rises from 1 shows overfitting.
@@ -220,38 +268,52 @@ def learning_curves(curves: dict[str, Sequence[dict[str, float]]], path: str | P
         curves: For each loss, points with `epoch`, `accuracy` and `loss`.
         path: PNG or SVG to write.
         title: Above the axes.
+
+    Returns:
+        Whether there is anything to draw: one epoch makes no line.
     """
-    figure, axes = _pyplot().subplots(1, 2, figsize=(10, 3.8), layout="tight")
-    for i, (name, points) in enumerate(curves.items()):
-        epochs, least = [point["epoch"] for point in points], min(point["loss"] for point in points)
-        axes[0].plot(epochs, [100 * point["accuracy"] for point in points], label=_short(name), **_look(i))
-        if least > 0:
-            axes[1].plot(epochs, [point["loss"] / least for point in points], **_look(i))
-    for axis, label in zip(axes, ("validation average-K accuracy (%)", "validation loss / its minimum"), strict=True):
-        axis.set(xlabel="epoch", ylabel=label)
-        axis.grid(alpha=0.3)
-    axes[0].legend(frameon=False)
-    figure.suptitle(title, fontsize=10)
-    _save(figure, path)
+    if _single(curves.values()):
+        return False
+    with readable([title, *curves]) as plt:
+        figure, axes = plt.subplots(1, 2, figsize=(10, 3.8), layout="tight")
+        for i, (name, points) in enumerate(curves.items()):
+            epochs, least = [point["epoch"] for point in points], min(point["loss"] for point in points)
+            axes[0].plot(epochs, [100 * point["accuracy"] for point in points], label=whole(name), **look(i))
+            if least > 0:
+                axes[1].plot(epochs, [point["loss"] / least for point in points], **look(i))
+        for axis, label in zip(
+            axes, ("validation average-K accuracy (%)", "validation loss / its minimum"), strict=True
+        ):
+            axis.set(xlabel="epoch", ylabel=label)
+            axis.grid(alpha=0.3)
+            axis.spines[["top", "right"]].set_visible(False)
+        axes[0].legend(frameon=False)
+        figure.suptitle(whole(title, 110), fontsize=10)
+        save(figure, path)
+    return True
 
 
-def set_size_course(monitor: Any, path: str | Path) -> None:
+def set_size_course(monitor: Any, path: str | Path, name: str = "") -> None:
     """The mean set size of a stream of images with its confidence sequence, and the K that was calibrated.
 
     Args:
         monitor: What was seen: a `SetSizeMonitor`, e.g. `monitor` of the set pipeline.
         path: PNG or SVG to write.
+        name: Of the model, for the title.
     """
-    if not monitor.history:
-        raise ValueError("the monitor has seen no image yet, so there is nothing to draw.")
+    if len(monitor.history) < 2:
+        raise ValueError(f"the monitor has seen {monitor.num_images} image(s), and a course takes two at least.")
     number, mean, low, high = np.asarray(monitor.history).T
-    title = "drift: the sets left K" if monitor.drifted else "no drift"
-    with _axis(path, "images", "classes in the set", title, height=3.6) as axis:
-        axis.fill_between(number, low, high, color="0.85", label=f"{100 * monitor.confidence:g}% confidence sequence")
-        axis.plot(number, mean, color="0.1", label="mean set size")
-        axis.axhline(monitor.k, color="0.3", linestyle="--", label=f"K = {monitor.k:g}, calibrated")
+    found = f"{'drift' if monitor.drifted else 'no drift'}, mean {monitor.mean:.2f} over {monitor.num_images} images"
+    title = f"{name}, K = {monitor.k:g}: {found}" if name else found
+    with drawn_axis(path, "images", "classes in the set", title, height=3.6) as axis:
+        axis.fill_between(
+            number, low, high, color="#BFDDEE", label=f"{100 * monitor.confidence:g}% confidence sequence"
+        )
+        axis.plot(number, mean, color=COLOURS[0], label="mean set size")
+        axis.axhline(monitor.k, color=COLOURS[4], linestyle="--", label=f"K = {monitor.k:g}, calibrated")
         for sign, label in ((-1, None), (1, "margin: the calibration is an estimate")):
-            axis.axhline(monitor.k + sign * monitor.margin, color="0.3", linestyle=":", linewidth=1, label=label)
+            axis.axhline(monitor.k + sign * monitor.margin, color=COLOURS[4], linestyle=":", linewidth=1, label=label)
         axis.set(xscale="log", xlim=(1, max(monitor.num_images, 2)))
         axis.set_ylim(0, min(monitor.max_size, 3 * max(monitor.k, monitor.mean)))  # that of few images has no end
         axis.xaxis.set_major_formatter(lambda value, _: f"{value:g}")
@@ -274,36 +336,43 @@ def export_bars(report: dict[str, Any], path: str | Path) -> None:
         }
     widths = [1, *(2 for _ in list(panels)[1:])]
     options = {"width_ratios": widths, "squeeze": False, "layout": "constrained"}
-    figure, axes = _pyplot().subplots(1, len(panels), figsize=(2.2 * sum(widths), 3), **options)
+    figure, axes = pyplot().subplots(1, len(panels), figsize=(2.2 * sum(widths), 3), **options)
     for axis, (title, groups) in zip(axes[0], panels.items(), strict=True):
         for i, name in enumerate(names):
             places = np.arange(len(groups)) + 0.4 * (i - (len(names) - 1) / 2)
             heights = [values[i] for values in groups.values()]
-            bars = axis.bar(places, heights, 0.38, color=["0.3", "0.7"][i], label=name)
+            bars = axis.bar(places, heights, 0.38, color=COLOURS[i], hatch=HATCHES[i], edgecolor="white", label=name)
             axis.bar_label(bars, fmt="%.2f" if title == "MB" else "%.1f", fontsize=7)
         axis.set_xticks(range(len(groups)), list(groups))
         axis.set_title(title, fontsize=10, loc="left")
         axis.margins(y=0.15)
     shared = axes[0, 0].get_legend_handles_labels()
     figure.legend(*shared, loc="outside lower center", ncols=2, frameon=False, fontsize=8)
-    _save(figure, path)
+    save(figure, path)
 
 
-def sweep_curve(points: Sequence[dict[str, Any]], path: str | Path, name: str) -> None:
+def sweep_curve(points: Sequence[dict[str, Any]], path: str | Path, name: str) -> bool:
     """Validation accuracy against the values of one hyperparameter, with the interval over seeds.
 
     Args:
         points: For each value `value`, `mean` and `half_width`, the latter None for one seed.
         path: PNG or SVG to write.
         name: The hyperparameter.
+
+    Returns:
+        Whether there is anything to draw: one value makes no line.
     """
+    if len(points) < 2:
+        return False
     numbers = all(is_number(point["value"]) for point in points)
     points = sorted(points, key=lambda point: point["value"]) if numbers else points
     values = [point["value"] for point in points]
-    with _axis(path, name, "validation average-K accuracy (%)") as axis:
+    title = f"Validation accuracy against {name}, mean and 95% interval over seeds"
+    with drawn_axis(path, name, "validation average-K accuracy (%)", title) as axis:
         places = values if numbers else list(range(len(values)))
-        axis.errorbar(places, **_percent(points), marker="o", color="0.2", capsize=3)
+        axis.errorbar(places, **_percent(points), marker="o", color=COLOURS[0], capsize=3)
         if numbers:
             _number_axis(axis, values)
         else:
-            axis.set_xticks(places, [_short(str(value), 20) for value in values])
+            axis.set_xticks(places, [whole(str(value), 20) for value in values])
+    return True

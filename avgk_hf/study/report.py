@@ -272,7 +272,8 @@ def write_comparison(comparison: Comparison) -> str:
         if ACCURACY.metric in row["metrics"]:
             curves.setdefault(row["loss"], {})[row["k"]] = row["metrics"][ACCURACY.metric]
     limits = {name: {float(key): value for key, value in of_k.items()} for name, of_k in summary["limits"].items()}
-    in_both_formats(accuracy_curve, folder / "accuracy_against_k", curves, limits=limits)
+    title = "Average-K accuracy on test, mean and 95% interval over seeds"
+    in_both_formats(accuracy_curve, folder / "accuracy_against_k", curves, limits=limits, title=title)
     results = [(run, finished(comparison, run)) for run in plan(comparison)]
     _draw_set_sizes(comparison, results, folder)
     _draw_learning(comparison, results, folder)

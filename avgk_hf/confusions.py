@@ -1,0 +1,164 @@
+"""Which classes are listed together, and which images get the longest sets: what an evaluation shows of its sets."""
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import torch
+from datasets import Dataset, Image
+
+from .calibration import Calibration
+from .processes import gather_list
+from .questions import Question
+from .rows import Row, row
+from .scores import head_logits
+
+LARGEST_GROUP, LEAST_SHARE = 8, 0.1  # classes of a group, and how often two of them are listed together at least
+
+
+class Listed:
+    """The sets of n images at one K, collected beside an `Evaluation` in O(K n) memory.
+
+    Args:
+        config: Of a calibrated model.
+        k: Average set size, in the calibrated range; default the model's own.
+        balance: As in `Question`.
+
+    Attributes:
+        dataset: The images that were evaluated, as `run_model` sets it.
+        sizes: Set size of every image, (n,).
+        labels: True classes (n,), or None.
+        ids: The classes of all sets one after the other, best first, (sum of sizes,).
+        scores: Theirs.
+    """
+
+    dataset: Dataset
+    sizes: np.ndarray
+    labels: np.ndarray | None
+    ids: np.ndarray
+    scores: np.ndarray
+
+    def __init__(self, config: Any, k: float | None = None, balance: float | None = None) -> None:
+        self.calibration, self.names = Calibration.of(config).at(balance), config.id2label
+        self.k = self.calibration.k if k is None else k
+        self.answer = self.calibration.answer(Question(k=k, balance=balance))
+        self._parts: list[tuple[int, list[np.ndarray]]] = []
+
+    def update(self, output: Any, labels: torch.Tensor | None, first: int, loss: torch.Tensor | None = None) -> None:
+        """Take in one batch, as `Evaluation.update` does."""
+        scores = self.calibration.scores(*head_logits(output), self.answer.head).cpu()  # (b, L)
+        sets = self.answer.classes(scores)
+        sizes, ids = np.array([len(one) for one in sets]), np.array([j for one in sets for j in one], np.int32)
+        of_sets = scores.numpy()[np.repeat(np.arange(len(sets)), sizes), ids]
+        self._parts.append((first, [sizes, ids, of_sets, *([] if labels is None else [labels.cpu().numpy()])]))
+
+    def merge(self, device: torch.device | str) -> None:
+        """Give every process the sets of all, in the order of the images."""
+        parts = [part for _, part in sorted(gather_list(self._parts), key=lambda part: part[0])]
+        self._parts = []
+        self.sizes, self.ids, self.scores, *labels = (np.concatenate(column) for column in zip(*parts, strict=True))
+        self.labels = labels[0] if labels else None
+        self._starts = np.concatenate([[0], np.cumsum(self.sizes)])
+
+    def set_of(self, image: int) -> tuple[np.ndarray, np.ndarray]:
+        """The classes of one image's set, best first, and their scores."""
+        place = slice(self._starts[image], self._starts[image + 1])
+        return self.ids[place], self.scores[place]
+
+    @property
+    def accuracy(self) -> float:
+        """The share of the images whose set holds their class."""
+        return float((np.repeat(self.labels, self.sizes) == self.ids).sum() / len(self.sizes))
+
+    def longest(self, number: int) -> np.ndarray:
+        """The images with the longest sets, and among equals those whose best class has the lowest score."""
+        best = np.full(len(self.sizes), -np.inf)
+        some = self.sizes > 0
+        best[some] = self.scores[self._starts[:-1][some]]
+        return np.lexsort((best, -self.sizes))[:number]
+
+    def counts(self) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+        """Pairs of classes (p,), (p,) and on how many images of the first the second is listed, (p,)."""
+        number = len(self.names)
+        pairs, times = np.unique(np.repeat(self.labels, self.sizes) * number + self.ids, return_counts=True)
+        return pairs // number, pairs % number, times
+
+    def by_class(self) -> list[Row]:
+        """One row for each class: its images, accuracy, mean set size, and the class it is listed with most often."""
+        number = len(self.names)
+        images = np.bincount(self.labels, minlength=number)
+        sizes = np.bincount(self.labels, self.sizes, number)
+        own, other, times = self.counts()
+        hits = np.zeros(number, int)
+        hits[own[own == other]] = times[own == other]
+        order = np.lexsort((other, -times, own))  # by class, the most frequent first
+        order = order[own[order] != other[order]]
+        firsts = dict(zip(own[order][::-1].tolist(), order[::-1].tolist(), strict=True))  # the first of each stays
+        rows = []
+        for j, count in enumerate(images.tolist()):
+            most = firsts.get(j)
+            rows.append(
+                {
+                    "species": self.names[j],
+                    "images": count,
+                    "accuracy": round(hits[j] / count, 4) if count else None,
+                    "mean_size": round(sizes[j] / count, 2) if count else None,
+                    "listed_with": None if most is None else self.names[int(other[most])],
+                    "listed_share": None if most is None else round(times[most] / count, 4),
+                }
+            )
+        return rows
+
+    def groups(self, most: int) -> tuple[list[list[int]], np.ndarray]:
+        """Groups of classes that are listed together, the most confused first, and how often each is.
+
+        Two classes belong together by the share of the images of both whose set holds the other one too; groups grow
+        from the closest pair on.
+
+        Args:
+            most: Classes in all groups together, at most.
+
+        Returns:
+            The groups, and the share (m, m) of the images of a class, by row, whose sets hold another, by column, for
+            the m classes of the groups in their order.
+        """
+        number, images = len(self.names), np.bincount(self.labels, minlength=len(self.names))
+        own, other, times = self.counts()
+        both = np.minimum(own, other) * number + np.maximum(own, other)
+        pairs, place = np.unique(both[own != other], return_inverse=True)
+        one, two = pairs // number, pairs % number
+        close = np.bincount(place, times[own != other], len(pairs)) / np.maximum(images[one] + images[two], 1)
+        order = np.lexsort((pairs, -close))
+        order = order[close[order] >= LEAST_SHARE]
+        group_of: dict[int, list[int]] = {}
+        for i, j in zip(one[order].tolist(), two[order].tolist(), strict=True):
+            first, second = group_of.get(i, [i]), group_of.get(j, [j])
+            if first is not second and len(first) + len(second) <= LARGEST_GROUP:
+                group_of |= dict.fromkeys(joined := [*first, *second], joined)
+        found, room = [], most
+        for group in {id(group): group for group in group_of.values()}.values():  # in the order of their closest pair
+            if len(group) <= room:
+                found.append(group)
+                room -= len(group)
+        ids = [j for group in found for j in group]
+        position = np.full(number, -1)
+        position[ids] = np.arange(len(ids))
+        shown = (position[own] >= 0) & (position[other] >= 0)
+        shares = np.zeros((len(ids), len(ids)))
+        shares[position[own[shown]], position[other[shown]]] = times[shown] / images[own[shown]]
+        return found, shares
+
+    def rows(self, images: Sequence[int]) -> list[Row]:
+        """Rows as `avgk predict` writes them, of some images, with their true class where it is known."""
+        found = []
+        for image in images:
+            classes, scores = self.set_of(image)
+            names = [{"label": self.names[int(j)], "score": float(s)} for j, s in zip(classes, scores, strict=True)]
+            label = {} if self.labels is None else {"species": self.names[int(self.labels[image])]}
+            path = self.stored(image).get("path") or f"image {image}"
+            found.append({**row(path, ("k", self.k), names), **label})
+        return found
+
+    def stored(self, image: int) -> dict[str, Any]:
+        """One image as the dataset holds it: `bytes` and `path`."""
+        return self.dataset.with_format(None).cast_column("image", Image(decode=False))[int(image)]["image"]

@@ -1,0 +1,125 @@
+"""Predicted sets as rows of a table: one for each image and question, as CSV, JSON lines or Parquet.
+
+A row is a mapping: `image`, what was asked for under its own name (`k`, `coverage`, ...), `size`, `set`, a list of
+`{"label", "score"}`, best first, and `error`, why there is none. In CSV, which people open in a spreadsheet, a set is
+two cells: `classes` and `scores`, joined by ` | `. No cell begins like a formula there: one that would has an
+apostrophe before it. A CSV file begins with a byte order mark, without which Excel garbles names in other scripts.
+"""
+
+import csv
+import json
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, TextIO
+
+from .files import new_file
+from .shell import printable
+
+BETWEEN = " | "  # names of a set in one cell: no separator of columns in any country
+FORMULA = ("=", "+", "-", "@")  # how a cell begins that a spreadsheet would compute
+Row = Mapping[str, Any]
+
+
+def row(image: str, asked: tuple[str, float], found: list[dict[str, Any]], error: str | None = None) -> Row:
+    """One row: the set of an image, or the reason why it has none."""
+    name, value = asked
+    value = int(value) if float(value).is_integer() else value
+    return {"image": image, name: value, "size": len(found), "set": found, "error": error}
+
+
+def cell(value: Any) -> str:
+    r"""A value as a spreadsheet shows it and does not compute it.
+
+    >>> cell("oak"), cell("=1+1"), cell("-2.5"), cell("@a\tb"), cell(None)
+    ('oak', "'=1+1", '-2.5', "'@a\\tb", '')
+    """
+    text = "" if value is None else printable(value)
+    if not text.startswith(FORMULA):
+        return text
+    try:
+        float(text)
+    except ValueError:
+        return f"'{text}"
+    return text
+
+
+def cells(found: Row) -> dict[str, str]:
+    """A row as CSV has it: text, and the set in two cells.
+
+    >>> cells(row("a.png", ("k", 2), [{"label": "=oak", "score": 0.75}, {"label": "elm", "score": 0.25}]))
+    {'image': 'a.png', 'k': '2', 'size': '2', 'classes': "'=oak | elm", 'scores': '0.7500 | 0.2500', 'error': ''}
+    """
+    plain = {}
+    for name, value in found.items():
+        if name == "set":
+            plain["classes"] = BETWEEN.join(cell(each["label"]) for each in value)
+            plain["scores"] = cell(BETWEEN.join(f"{each['score']:.4f}" for each in value))
+        else:
+            plain[name] = cell(value)
+    return plain
+
+
+def write_csv(file: TextIO) -> Callable[[Iterable[Row]], None]:
+    """A function that writes rows to an open file, the first of them after a line of headings."""
+    writer: csv.DictWriter | None = None
+
+    def write(rows: Iterable[Row]) -> None:
+        nonlocal writer
+        for found in map(cells, rows):
+            if writer is None:
+                writer = csv.DictWriter(file, list(found), lineterminator="\n")
+                writer.writeheader()
+            writer.writerow(found)
+
+    return write
+
+
+def _write_parquet(path: Path, stack: list[Any]) -> Callable[[Iterable[Row]], None]:
+    import pyarrow as pa
+    import pyarrow.parquet as pq
+
+    types = {"image": pa.string(), "size": pa.int32(), "error": pa.string()}
+    types["set"] = pa.list_(pa.struct({"label": pa.string(), "score": pa.float32()}))
+
+    def write(rows: Iterable[Row]) -> None:
+        rows = list(rows)
+        if rows and not stack:
+            for name, value in rows[0].items():
+                types.setdefault(name, pa.string() if isinstance(value, str) else pa.float64())
+            stack.append(pq.ParquetWriter(path, pa.schema([(name, types[name]) for name in rows[0]])))
+        if rows:
+            stack[0].write_table(pa.Table.from_pylist(rows, stack[0].schema))
+
+    return write
+
+
+ENDINGS = (".csv", ".jsonl", ".parquet")
+
+
+def check_ending(path: str | Path) -> Path:
+    """Refuse a file whose ending says nothing of its format."""
+    if Path(path).suffix.lower() not in ENDINGS:
+        raise ValueError(f"{path} ends with none of {', '.join(ENDINGS)}, which say how rows are written.")
+    return Path(path)
+
+
+@contextmanager
+def written_to(path: str | Path) -> Iterator[Callable[[Iterable[Row]], None]]:
+    """A function that writes rows to a file by its ending; the file is there whole or not at all.
+
+    Rows are written as they come, so that memory does not grow with their number.
+    """
+    ending = check_ending(path).suffix.lower()
+    with new_file(path) as new:
+        if ending == ".parquet":
+            opened: list[Any] = []
+            yield _write_parquet(new, opened)
+            for writer in opened:
+                writer.close()
+            return
+        with open(new, "w", encoding="utf-8-sig" if ending == ".csv" else "utf-8", newline="") as file:
+            if ending == ".csv":
+                yield write_csv(file)
+            else:
+                yield lambda rows: file.writelines(json.dumps(each, ensure_ascii=False) + "\n" for each in rows)

@@ -1,0 +1,123 @@
+"""How pictures look: colours, lines and hatches that everybody can tell apart, and fonts that have all characters."""
+
+import textwrap
+import unicodedata
+import warnings
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from functools import lru_cache
+from pathlib import Path
+from typing import Any
+
+from transformers.utils import logging
+
+from ..files import new_file
+
+logger = logging.get_logger(__name__)
+# of Okabe and Ito, which everybody can tell apart; styles, markers and hatches tell series apart in grey
+COLOURS = ["#0072B2", "#E69F00", "#000000", "#009E73", "#D55E00", "#56B4E9", "#CC79A7"]
+LINES = [("-", "o"), ("--", "s"), (":", "^"), ("-.", "D"), ((0, (1, 1)), "v"), ((0, (5, 1)), "x")]
+HATCHES = ["", "///", "...", "xx"]
+MOST_CHARACTERS = 120  # of a name
+_said: set[str] = set()  # characters that no font draws, and that were said to be so
+FONTS = ("CJK", "Noto Sans", "Source Han", "WenQuanYi", "Unicode", "YaHei", "PingFang", "Hiragino", "Gothic")
+NO_TEXT = ("Color", "Last Resort")  # emoji that matplotlib cannot draw, and boxes in place of every character
+
+
+def pyplot() -> Any:
+    try:
+        import matplotlib
+    except ImportError as error:
+        raise ImportError("pictures need matplotlib: `pip install 'avgk_hf[demo]'`.") from error
+    matplotlib.use("Agg")
+    import matplotlib.pyplot as plt
+
+    return plt
+
+
+@lru_cache(maxsize=64)
+def _families(characters: frozenset[str]) -> list[str]:
+    """The fonts that draw all of these characters, after matplotlib's own, of those that are installed.
+
+    What none of them can draw is said in one line.
+    """
+    from matplotlib import font_manager
+
+    own = font_manager.fontManager
+    missing = characters - _drawn(own.findfont("DejaVu Sans"))
+    families = ["DejaVu Sans"]
+    text = [font for font in own.ttflist if not any(part in font.name for part in NO_TEXT)]
+    likely = sorted(text, key=lambda font: (not any(part in font.name for part in FONTS), font.name))
+    for font in likely if missing else ():
+        if font.name not in families and (found := missing & _drawn(font.fname)):
+            families.append(font.name)
+            missing -= found
+        if not missing:
+            break
+    missing -= _said
+    if missing:
+        _said.update(missing)
+        shown = " ".join(f"{c} (U+{ord(c):04X})" for c in sorted(missing)[:10]) + " ..." * (len(missing) > 10)
+        logger.warning(f"no font here draws {shown}: install one, e.g. Noto Sans CJK, and draw again.")
+    return families
+
+
+def _drawn(path: str) -> set[str]:
+    """The characters that a font file has."""
+    from matplotlib import font_manager
+
+    try:
+        return {chr(code) for code in font_manager.get_font(path).get_charmap()}
+    except (OSError, RuntimeError):  # bitmaps, or a broken file
+        return set()
+
+
+@contextmanager
+def readable(texts: Iterable[str]) -> Iterator[Any]:
+    """Pyplot with fonts that have all characters of these texts; what cannot be drawn was said already."""
+    plt = pyplot()
+    families = _families(frozenset(c for text in texts for c in text if c.isprintable() and not c.isspace()))
+    with plt.rc_context({"font.family": families}), warnings.catch_warnings():
+        warnings.filterwarnings("ignore", r"Glyph \d+ .* missing from", UserWarning)
+        yield plt
+
+
+@contextmanager
+def drawn_axis(
+    path: str | Path, xlabel: str, ylabel: str, title: str = "", height: float = 3.8, names: Iterable[str] = ()
+) -> Iterator[Any]:
+    """Axes to draw on, which are then labelled and written."""
+    with readable([title, *names]) as plt:
+        figure, axis = plt.subplots(figsize=(7, height), layout="tight")
+        yield axis
+        axis.set(xlabel=xlabel, ylabel=ylabel)
+        axis.set_title(whole(title, 80), fontsize=11, loc="left")
+        axis.grid(alpha=0.3)
+        axis.set_axisbelow(True)
+        axis.spines[["top", "right"]].set_visible(False)
+        if axis.get_legend_handles_labels()[0]:
+            axis.legend(frameon=False)
+        save(figure, path)
+
+
+def save(figure: Any, path: str | Path, **how: Any) -> None:
+    path = Path(path)
+    with new_file(path if path.suffix else path.with_name(f"{path.name}.png")) as new:
+        figure.savefig(new, dpi=130, **how)
+    pyplot().close(figure)
+
+
+def look(i: int) -> dict[str, Any]:
+    """How the i-th line looks."""
+    style, marker = LINES[i % len(LINES)]
+    return {"linestyle": style, "marker": marker, "color": COLOURS[i % len(COLOURS)], "markersize": 4}
+
+
+def whole(name: str, width: int = 60) -> str:
+    """A name as it can be drawn, in lines of so many columns; matplotlib would read `$` as mathematics."""
+    name = "".join(c if c.isprintable() else " " for c in name)
+    name = name if len(name) <= MOST_CHARACTERS else name[: MOST_CHARACTERS - 1] + "…"
+    wide = sum(unicodedata.east_asian_width(c) in "WF" for c in name)  # these take two columns
+    width = width if not wide else max(round(width * len(name) / (len(name) + wide)), 1)
+    lines = textwrap.wrap(name.replace("_", "_ "), width)  # where words of a file's name end, too
+    return "\n".join(lines).replace("_ ", "_").replace("$", r"\$")
