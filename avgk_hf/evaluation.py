@@ -28,10 +28,10 @@ from .modeling import AvgKForImageClassification
 from .monitor import SetSizeMonitor
 from .processes import gather_list, rank, sum_over_processes, world_size
 from .questions import Question
-from .scope import check_asked, evaluated_levels, evaluated_sizes, stored_thresholds
+from .scope import check_asked, choices, evaluated_levels, evaluated_sizes, stored_thresholds
 from .scores import HEADS, SUM_TO_ONE, NotFinite, all_scores, head_logits, wide
 from .sets import metric_name
-from .statistics import SetStatistics, sizes_only
+from .statistics import SetStatistics, set_size_counts, sizes_only
 
 
 class Evaluation:
@@ -49,6 +49,7 @@ class Evaluation:
         thresholds: {head: {K: lambda_val}} in place of those of the calibration.
         keep_sets: Whether to keep the sets of the model's own K.
         classes: To calibrate for sets of these only, as in `score`.
+        keep_heads: Whether a calibration leaves the heads as they were chosen before, on other images.
     """
 
     def __init__(
@@ -64,12 +65,15 @@ class Evaluation:
         thresholds: Mapping[str, Mapping[float, float]] | None = None,
         keep_sets: bool = False,
         classes: list[int] | None = None,
+        keep_heads: bool = False,
     ) -> None:
         if num_examples == 0:
             raise ValueError("the dataset to evaluate is empty.")
         self.config, self.num_examples, self.calibrate = config, num_examples, calibrate
         self.levels, self.per_class = list(levels), per_class
-        self.classes = classes if calibrate else Calibration.of(config).classes
+        before = Calibration.of(config)
+        self.classes = classes if calibrate else before.classes
+        self.kept_heads = {k: before.head(k) for k in ks} if keep_heads and before.ks else None
         self.score = score or getattr(config, "score", "softmax")
         # all metrics of a classifier without a K of its own are named by their K
         self.own_k: float | None = getattr(config, "k", None)
@@ -81,12 +85,11 @@ class Evaluation:
         elif thresholds is not None:
             given = thresholds
         else:
-            calibration = Calibration.of(config)
-            given, answering = stored_thresholds(calibration, heads, ks), {calibration.head()}
+            given, answering = stored_thresholds(before, heads, ks), {before.head()}
             how = {"method": method, "per_class": per_class}
             asked = {question_name(c, **how): Question(coverage=c, **how) for c in self.levels}
-            answers = {name: calibration.answer(question) for name, question in asked.items()}
-            self.answer = calibration.answer(Question())
+            answers = {name: before.answer(question) for name, question in asked.items()}
+            self.answer = before.answer(Question())
         sums = calibrate and self.score in SUM_TO_ONE and bool(self.levels)
         self.statistics = {
             head: SetStatistics(
@@ -145,14 +148,20 @@ class Evaluation:
         """The head with the highest accuracy on these images."""
         return max(self.results, key=lambda head: self.results[head][k]["average_k_accuracy"])
 
+    @property
+    def chooses_head(self) -> bool:
+        """Whether the heads that answer are chosen on these images."""
+        return self.kept_heads is None and getattr(self.config, "head", "ml") == "auto" and len(self.statistics) > 1
+
     def store(self, **source: Any) -> Calibration:
         """Write the thresholds to the config, and for `head="auto"` the head that is best on these images."""
         config, results = self.config, self.results
         ks, head, two_heads = list(results["ml"]), getattr(config, "head", "ml"), hasattr(config, "head")
-        chosen = {k: self.best_head(k) if head == "auto" else head for k in ks}
+        chosen = self.kept_heads or {k: self.best_head(k) if head == "auto" else head for k in ks}
         own = chosen[min(ks) if self.own_k is None else self.own_k]
         statistics, lambdas = self.statistics[own], self.lambdas()
         today = datetime.datetime.now(datetime.timezone.utc).date().isoformat()
+        source |= choices(Calibration.of(config), source, self.chooses_head)
         source |= {} if self.classes is None else {"classes": self.classes}
         return Calibration.store(
             config,
@@ -187,6 +196,11 @@ class Evaluation:
     def set_sizes(self, k: float) -> np.ndarray:
         """The set size (n,) of every image at the threshold of `k`."""
         return self.statistics[Calibration.of(self.config).head(k)].set_sizes(k)
+
+    def size_counts(self) -> dict[str, list[int]]:
+        """How many images got a set of 0, 1, 2, ... classes for the model's own K, and by shot."""
+        statistics = self.statistics[Calibration.of(self.config).head()]
+        return set_size_counts(statistics, self.own_k, self.config.train_counts)
 
 
 @torch.no_grad()
@@ -250,6 +264,7 @@ def evaluate(
     monitor: SetSizeMonitor | None = None,
     labels: Labels = "name",
     classes_from_dataset: bool = False,
+    keep_heads: bool = False,
 ) -> dict[str, float]:
     """Evaluate a classifier on one split of `load_splits`, in one streaming pass.
 
@@ -270,14 +285,12 @@ def evaluate(
             calibrating, where the sizes are K by construction. Images without labels always have one.
         labels: How the dataset's classes are matched to the model's, as in `match_classes`.
         classes_from_dataset: Calibrate for sets that hold classes of the dataset only, and K of these.
+        keep_heads: As in `Evaluation`: nothing is chosen on this split, and coverage holds exactly.
 
     Returns:
         The metrics, as `AvgKTrainer.evaluate` names them, without prefix; with `"skip"` also how many are `skipped`.
     """
-    check_whole("batch_size", batch_size, 1)
-    check_whole("num_workers", num_workers)
-    check_choice("on_bad_image", on_bad_image, ON_BAD_IMAGE)
-    check_choice("method", method, METHODS)
+    _check_options(batch_size, num_workers, on_bad_image, method)
     config, labelled, k, skipped = model.config, "label" in dataset.column_names, list(k), {}
     by_coverage = coverage is not None or per_class or method != "lac"
     check_asked(labelled, calibrate, monitor is not None, by_coverage)
@@ -290,11 +303,19 @@ def evaluate(
     watched = None if monitor is None else monitor.k
     ks = evaluated_sizes(config, k, calibrate, labelled, watched, len(classes or config.id2label))
     levels = evaluated_levels(config, coverage, calibrate, len(dataset), method, per_class) if labelled else []
-    evaluation = Evaluation(config, len(dataset), ks, calibrate, levels, method, per_class, classes=classes)
+    how = {"method": method, "per_class": per_class, "classes": classes, "keep_heads": keep_heads}
+    evaluation = Evaluation(config, len(dataset), ks, calibrate, levels, **how)
     run_model(model, dataset, [evaluation], batch_size, num_workers, "calibrate" if calibrate else "evaluate")
     if calibrate:
         evaluation.store(dataset=dataset_name, split=str(dataset.split or "validation"))
     return {**_reported(evaluation, isinstance(model, AvgKForImageClassification), monitor), **skipped}
+
+
+def _check_options(batch_size: int, num_workers: int, on_bad_image: str, method: str) -> None:
+    check_whole("batch_size", batch_size, 1)
+    check_whole("num_workers", num_workers)
+    check_choice("on_bad_image", on_bad_image, ON_BAD_IMAGE)
+    check_choice("method", method, METHODS)
 
 
 def _reported(evaluation: Evaluation, has_loss: bool, monitor: SetSizeMonitor | None) -> dict[str, float]:

@@ -101,12 +101,12 @@ def logged(log: TextIO | None, arguments: list[str]) -> Iterator[None]:
             yield
 
 
-def guarded(name: str, command: Callable[[], None]) -> int:
-    """Run a command and return its exit code; with AVGK_DEBUG=1 errors come with their traceback."""
+def guarded(name: str, command: Callable[[], int | None]) -> int:
+    """Run a command and return its exit code, 0 for None; with AVGK_DEBUG=1 errors come with their traceback."""
     main_thread = threading.current_thread() is threading.main_thread()  # only there signals can be handled
     before = signal.signal(signal.SIGTERM, _terminate) if main_thread else None
     try:
-        command()
+        return command() or 0
     except KeyboardInterrupt as stop:
         print(f"\navgk {name}: {printable(stop) or 'stopped.'}", file=sys.stderr)
         return 128 + (signal.SIGTERM if isinstance(stop, Terminated) else signal.SIGINT)
@@ -118,4 +118,3 @@ def guarded(name: str, command: Callable[[], None]) -> int:
     finally:
         if main_thread:
             signal.signal(signal.SIGTERM, before)
-    return 0

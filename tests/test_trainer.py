@@ -563,7 +563,7 @@ def test_role_trains_its_label_estimates(make_trainer, make_model, tmp_path, cap
 
 
 def test_role_states_its_memory(make_trainer, make_model, monkeypatch, capsys):
-    from avgk_hf import trainer as module
+    from avgk_hf import training_args as module
 
     said = []
     monkeypatch.setattr(module.logger, "warning", said.append)

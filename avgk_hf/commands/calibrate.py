@@ -19,6 +19,8 @@ def arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--coverage", type=float, nargs="+", metavar="C", help=levels)
     restricted = "sets hold only the dataset's classes, and K counts only these"
     parser.add_argument("--classes-from-dataset", action="store_true", help=restricted)
+    kept = "leave the heads as training chose them, so that coverage holds exactly on images like these"
+    parser.add_argument("--keep-heads", action="store_true", help=kept)
     parser.add_argument("--plot", metavar="FILE", help="picture of size against coverage, PNG or SVG")
     parser.add_argument("--out", help="folder for the calibrated model (default: write to MODEL)")
     parser.add_argument("--push", metavar="REPO", help="upload the folder of --out to the Hub")
@@ -28,13 +30,15 @@ def run(args: argparse.Namespace) -> None:
     from ..calibration import Calibration
     from ..classifiers import best_device, load_classifier, write_thresholds
     from ..hub import push_folder
+    from ..scope import promise
 
     if not args.out and (args.push or not Path(args.model).is_dir()):
         raise ValueError("name a folder for the calibrated model with --out.")
     refuse_link(args.out or args.model)  # now, and not when all is computed
     model = load_classifier(args.model).to(best_device())
     split, before = read_split(args), _recorded(model.config)
-    metrics = measure(model, split, args, calibrate=True, classes_from_dataset=args.classes_from_dataset)
+    how = {"classes_from_dataset": args.classes_from_dataset, "keep_heads": args.keep_heads}
+    metrics = measure(model, split, args, calibrate=True, **how)
     if not is_first_process():
         return
     if args.out:
@@ -49,6 +53,8 @@ def run(args: argparse.Namespace) -> None:
     if not args.json:
         print(f"thresholds written to {args.out or args.model}")
         _say_what_changed(before, _recorded(model.config), None if args.out else Path(args.model))
+        if (approximate := promise(Calibration.of(model.config))) is not None:
+            print(approximate)
     if args.push:
         print(push_folder(args.out, args.push))
 

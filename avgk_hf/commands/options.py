@@ -1,6 +1,7 @@
 """Options that several commands have."""
 
 import argparse
+from pathlib import Path
 from typing import Any
 
 BAD_IMAGES = {
@@ -14,6 +15,24 @@ ALLOW_OUTSIDE = {
 }
 BATCH_SIZE = {"type": int, "default": 64, "help": "images per forward pass (%(default)s)"}
 METHOD = {"default": "lac", "help": "how coverage is reached: lac, aps or raps (%(default)s)"}
+
+
+def data_arguments(parser: argparse.ArgumentParser) -> None:
+    """The dataset and how it is read, for commands that take no model."""
+    parser.add_argument("dataset", help="glyphs, a folder of images or parquet, a saved dataset, or a Hub id")
+    parser.add_argument("--image-column", default="image", help="column that holds the images (%(default)s)")
+    parser.add_argument("--label-column", default="label", help="column that holds the classes (%(default)s)")
+    parser.add_argument("--allow-outside", **ALLOW_OUTSIDE)
+
+
+def read_splits(args: argparse.Namespace) -> Any:
+    """All splits of that dataset; a folder that is not there is refused before anything heavy is imported."""
+    if args.dataset.startswith((".", "/", "~")) and not Path(args.dataset).exists():
+        raise FileNotFoundError(f"dataset={args.dataset!r}: there is no such folder.")
+    from ..data import load_splits
+
+    columns = {"image_column": args.image_column, "label_column": args.label_column}
+    return load_splits(args.dataset, **columns, allow_outside=args.allow_outside, allow_new_classes=True)
 
 
 def label_arguments(parser: argparse.ArgumentParser) -> None:

@@ -35,13 +35,17 @@ def run(args: argparse.Namespace) -> None:
     from ..classifiers import best_device, load_classifier, model_scores, transform_for
     from ..data import image_files
     from ..questions import Question
+    from ..scope import promise
     from ..scores import NotFinite
 
     names = ("k", "coverage", "cumulative", "lambda_val", "method", "per_class", "min_size", "max_size")
     question = Question(**{name: getattr(args, name) for name in names})
     check_whole("--batch-size", args.batch_size, 1)
     model = load_classifier(args.model).to(best_device())
-    answer = Calibration.of(model.config).answer(question)
+    calibration = Calibration.of(model.config)
+    answer = calibration.answer(question)
+    if args.coverage is not None and (approximate := promise(calibration)) is not None:
+        print(approximate, file=sys.stderr)
     paths = []
     for path in args.images:
         found = [str(file) for file in image_files(path)] if Path(path).is_dir() else [path]

@@ -36,7 +36,7 @@ from ..recipes import Arguments
 from ..scores import NotFinite
 from ..sets import k_key, metric_name
 from ..shell import guarded, is_secret
-from ..train import set_size_counts
+from ..statistics import set_size_counts
 from ..trainer import AvgKTrainer
 from .report import SCORES, write_comparison
 from .spec import Comparison, Results, Run, best_of_curve, finished, num_epochs, plan, run_path
