@@ -55,7 +55,7 @@ def test_every_run_says_where_it_comes_from(comparison):
     assert final == {(loss, k, seed) for loss in comparison.losses for k in (2, 3, 5, 10) for seed in range(5)}
 
 
-@pytest.mark.parametrize("page", ["README.md", "recipes/glyphs/README.md"])
+@pytest.mark.parametrize("page", ["docs/study.md", "recipes/glyphs/README.md"])
 def test_published_tables_are_those_of_the_report(page):
     """Every row with an interval stands in a report under results/ in the same words."""
     reports = "\n".join(path.read_text() for path in (ROOT / "results").rglob("*.md"))
@@ -64,12 +64,12 @@ def test_published_tables_are_those_of_the_report(page):
 
 
 def test_the_demos_table_follows_from_its_runs():
-    """Mean and range over seeds and processors, in the README as `python -m benchmarks.demo` computes them."""
+    """Mean and range over seeds and processors, in docs/study.md as `python -m benchmarks.demo` computes them."""
     runs = json.loads((ROOT / "results" / "demo" / "runs.json").read_text())
     seeds, processors = ({entry[name] for entry in runs} for name in ("seed", "processor"))
     assert len(runs) == len(seeds) * len(processors) and processors == {"this machine", *SETTINGS}
-    text, readme = table(runs, k=3), (ROOT / "README.md").read_text()
-    assert text in readme and f"of {len(runs)} runs" in " ".join(readme.split()) and len(seeds) >= 3
+    text, page = table(runs, k=3), (ROOT / "docs" / "study.md").read_text()
+    assert text in page and f"of {len(runs)} runs" in " ".join(page.split()) and len(seeds) >= 3
 
 
 @pytest.mark.long
