@@ -91,7 +91,7 @@ def load_data(
                 " own, or `auto`, which keeps half of validation for it."
             )
         names["calibration"] = data_args.calibration_split
-    for part in set(names) - {"test"}:
+    for part in (part for part in names if part != "test"):
         check_split(splits, data_args.dataset, names[part], f"`{part}_split:`", f"`{TAKE}: 20` in the recipe")
     used = {part: splits[name] for part, name in names.items() if name in splits}
     skipped = {}

@@ -43,7 +43,7 @@ def workplace(image_folder, tmp_path_factory):
 
 
 def commands_of(block: str) -> list[list[str]]:
-    """The lines of `avgk` as a small machine runs them; `make` and `pip` install, accelerate is test_processes.py's."""
+    """The lines of `avgk` as a small machine runs them; the others install, or are run by test_processes.py."""
     found = []
     for line in block.splitlines():
         arguments = shlex.split(line, comments=True)

@@ -8,6 +8,7 @@ from typing import Any
 from ..shell import printable
 
 HELP = "say what a model is, what it can be asked, and how well it does"
+MOST_READ = 1_000_000  # characters of a card
 SHOWN = ("average_k_accuracy", "mean_set_size", "top1_accuracy", "few_shot_accuracy")
 
 
@@ -40,9 +41,9 @@ def describe(config: Any, folder: Path) -> dict[str, Any]:
     from ..sets import k_key
 
     calibration, ours = Calibration.of(config), hasattr(config, "objective")
-    cfg = getattr(config, "pretrained_cfg", None) or {}
+    cfg, classes = getattr(config, "pretrained_cfg", None) or {}, config.architectures or [config.model_type]
     about = {
-        "class": "AvgKForImageClassification" if ours else ", ".join(config.architectures or [config.model_type]),
+        "class": "AvgKForImageClassification" if ours else ", ".join(map(str, classes)),
         "backbone": getattr(config, "architecture", None) or config.model_type,
         "input": cfg.get("input_size") or getattr(config, "image_size", None),
         "objective": config.objective if ours else None,
@@ -88,7 +89,8 @@ def _results(calibration: Any, folder: Path) -> tuple[dict[str, Any], list[str]]
             stale.append("results.json (`avgk evaluate`)")
     card = folder / "README.md"
     if own and card.is_file():
-        text = card.read_text(encoding="utf-8", errors="replace")
+        with card.open(encoding="utf-8", errors="replace") as file:
+            text = file.read(MOST_READ)
         if "lambda_val" in text and f"{own[first]:.6f}" not in text:
             stale.append("README.md (`avgk card`)")
     if (folder / "onnx" / "export.json").is_file():

@@ -89,7 +89,7 @@ def recipe_for(splits: Any, args: argparse.Namespace) -> str:
         k=k,
         classes=classes,
         data=_data(splits, counts, args),
-        output=json.dumps(f"runs/{os.path.splitext(os.path.basename(args.out))[0]}"),
+        output=_quoted(f"runs/{os.path.splitext(os.path.basename(args.out))[0]}"),
         epochs=epochs,
         seen=epochs * images,
         batch=batch,
@@ -101,15 +101,15 @@ def recipe_for(splits: Any, args: argparse.Namespace) -> str:
 
 def _data(splits: Any, counts: Any, args: argparse.Namespace) -> str:
     """The data block: names in quotes, because they may hold anything."""
-    lines = [f"dataset: {json.dumps(args.dataset)}"]
+    lines = [f"dataset: {_quoted(args.dataset)}"]
     for column in ("image", "label"):
         if (given := getattr(args, f"{column}_column")) != column:
-            lines.append(f"{column}_column: {json.dumps(given)}")
+            lines.append(f"{column}_column: {_quoted(given)}")
     if args.allow_outside:
         lines.append("allow_outside: true")
     near = [name for name in splits if name.lower() in ("val", "valid", "dev")]
     if "validation" not in splits and near:
-        lines.append(f"validation_split: {json.dumps(near[0])}")
+        lines.append(f"validation_split: {_quoted(near[0])}")
     elif "validation" not in splits:
         lines.append("validation_per_class: 20  # there is no validation split: so many of each class, half at most")
     if "test" not in splits:
@@ -121,3 +121,7 @@ def _data(splits: Any, counts: Any, args: argparse.Namespace) -> str:
     lines.append("augmentation: timm  # random crops and flips")
     lines.append("on_bad_image: skip  # an image that cannot be read is left out and counted")
     return "\n".join(lines)
+
+
+def _quoted(text: str) -> str:
+    return json.dumps(text, ensure_ascii=False)
