@@ -98,7 +98,7 @@ class DataArguments:
     split_seed: int = HfArg(default=0, help="Which images `validation_per_class` takes.")
     calibration_split: str = HfArg(
         default="none",
-        help="Split to calibrate on at the end; auto keeps half of validation for it, from 400 images on; or none.",
+        help="Split to calibrate on at the end; auto keeps half of validation for it, from 1,000 images on; or none.",
     )
     glyphs_seed: int = HfArg(default=0, help="Seed of the generated images, for `dataset: glyphs`.")
     augmentation: str = HfArg(

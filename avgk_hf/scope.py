@@ -78,8 +78,9 @@ def choices(before: Calibration, source: dict[str, Any], chooses_head: bool) -> 
         chooses_head: Whether the head is chosen on the same images.
     """
     selection = source.get("selection") or before.source.get("selection")
-    same = selection == f"{source.get('dataset')} {source.get('split')}"
-    return {"chosen": ["checkpoint"] * same + ["head"] * chooses_head, "selection": selection}
+    same = selection is not None and selection == f"{source.get('dataset')} {source.get('split')}"
+    found = {"chosen": ["checkpoint"] * same + ["head"] * chooses_head, "selection": selection}
+    return {name: value for name, value in found.items() if value}
 
 
 def promise(calibration: Calibration) -> str | None:

@@ -34,7 +34,7 @@ from .trainer import AvgKTrainer
 from .training_args import AvgKTrainingArguments
 
 logger = logging.get_logger(__name__)
-LEAST_ASIDE = 200  # images of each half, where `calibration_split: auto` divides validation
+LEAST_ASIDE = 500  # images of each half, where `calibration_split: auto` divides validation
 
 
 def build_model(arguments: ModelArguments, names: list[str]) -> AvgKForImageClassification:

@@ -469,6 +469,8 @@ def test_what_a_calibration_stores(make_trainer, make_model, splits):
             "split": "validation",
             "date": datetime.datetime.now(datetime.timezone.utc).date().isoformat(),
             "step": 0,
+            "selection": "trees validation",
+            "chosen": ["checkpoint", "head"] if config.head == "auto" and config.sccp_head else ["checkpoint"],
             "head": head,
         }
         assert found.curve == statistics.curve()
