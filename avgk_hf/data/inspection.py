@@ -90,8 +90,7 @@ def inspect(splits: Mapping[str, Dataset], train: str = "train", num_workers: in
     seen = {name: _looked_at(split, name, num_workers) for name, split in splits.items()}
     problems = {
         "broken images": [fault for rows in seen.values() for fault in rows["fault"] if fault],
-        "classes without training images": _untrained(names, counts, train),
-        "classes in one split only": _in_one_split(names, counts, train),
+        "classes in one split only, or without training images": _in_one_split(names, counts, train),
         "names that differ by accents, case or spaces": [" / ".join(alike) for alike in names_alike(names)],
         **_repeated(splits, names, seen),
     }
@@ -111,19 +110,14 @@ def names_alike(names: list[str]) -> list[list[str]]:
     return [alike for alike in groups.values() if len(alike) > 1]
 
 
-def _untrained(names: list[str], counts: Counts, train: str) -> list[str]:
-    if train not in counts:
-        return []
-    others = {name: n for name, n in counts.items() if name != train}
-    found = {names[i]: [s for s, n in others.items() if n[i]] for i in np.flatnonzero(counts[train] == 0)}
-    return [f"{name} (only in {', '.join(where)})" for name, where in found.items() if where]
-
-
 def _in_one_split(names: list[str], counts: Counts, train: str) -> list[str]:
-    if train not in counts or len(counts) < 2:
-        return []
-    elsewhere = sum(n for name, n in counts.items() if name != train)
-    return [f"{names[i]} (only in {train})" for i in np.flatnonzero((counts[train] > 0) & (elsewhere == 0))]
+    """The classes with images in one of several splits only, or in none to train on."""
+    found = []
+    for i, name in enumerate(names):
+        where = [split for split, n in counts.items() if n[i]]
+        if len(counts) > 1 and where and (len(where) == 1 or train not in where):
+            found.append(f"{name} (only in {', '.join(where)})")
+    return found
 
 
 def _looked_at(split: Dataset, name: str, num_workers: int) -> dict[str, list]:
