@@ -122,7 +122,7 @@ def run_results(config: AvgKConfig, args: Any, card: CardCallback, dataset: str 
         "hyperparameters": hyperparameters(config, args),
         "recipe": {name: getattr(args, name) for name in TRAINED},
         "versions": {"avgk_hf": __version__, **packages},
-        **card.results(config),
+        **{split: metrics for split, metrics in card.results(config).items() if split in ("validation", "test")},
         **({"set_sizes": card.set_sizes} if card.set_sizes else {}),
     }
 
