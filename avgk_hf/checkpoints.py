@@ -8,7 +8,8 @@ import math
 import os
 import re
 import shutil
-from contextlib import nullcontext
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -38,6 +39,7 @@ from .hub import OBJECTIVE_STATE, push_folder
 from .losses import LOSSES
 from .progress import look_for_unused, print_lines
 from .scores import NotFinite
+from .training_args import optimizer_states
 from .weights import ADAPTER, check_folder, check_safetensors, with_calibration
 
 logger = logging.get_logger(__name__)
@@ -54,7 +56,7 @@ class CheckpointTrainer(Trainer):
     """A Trainer whose run can be killed at any moment and go on to the same end, to the last bit.
 
     A subclass sets `criterion`, whose state checkpoints hold beside the model, before `Trainer` is initialised, and
-    has a method `_load_calibration(checkpoint)`.
+    has the methods `_load_calibration(checkpoint)` and `write_results(folder)`.
     """
 
     criterion: nn.Module
@@ -167,6 +169,9 @@ class CheckpointTrainer(Trainer):
                         if (path := folder / name / ADAPTER).is_file():
                             tensors = load_file(path) | with_calibration(self.model.config)
                             save_file(tensors, path, {"format": "pt"})
+        if writes and not _internal_call:  # after the model: who finds results finds a whole run
+            with after_the_model(output_dir):
+                self.write_results(output_dir)
         if self.args.push_to_hub and not _internal_call:
             self.push_to_hub(commit_message="Model save")
 
@@ -364,6 +369,18 @@ def where_to_go_on(run: str | Path, command: str = "`--resume_from_checkpoint la
     return f"The last checkpoint is {last}; go on with {command}." if last else f"There is no checkpoint in {run} yet."
 
 
+@contextmanager
+def after_the_model(folder: str | Path) -> Iterator[None]:
+    """What is written meanwhile comes after the model, which is there whatever happens to it."""
+    try:
+        yield
+    except OSError as error:
+        raise OSError(
+            f"the results could not be written to {folder} ({error.strerror}), the model was. Free some space."
+            f" {where_to_go_on(folder)}"
+        ) from error
+
+
 def check_space(folder: str | Path, checkpoint_size: int, checkpoints: int, model_size: int) -> None:
     """Refuse to start where the disk has no room for so many checkpoints of so many bytes, and the model."""
     free, needed = shutil.disk_usage(folder).free, checkpoints * checkpoint_size + model_size
@@ -373,9 +390,3 @@ def check_space(folder: str | Path, checkpoint_size: int, checkpoints: int, mode
             f" {checkpoint_size / 2**20:,.1f} MiB and the model need {needed / 2**20:,.0f} MiB: free some space, keep"
             " fewer with `save_total_limit: 2`, or choose another `output_dir:`."
         )
-
-
-def optimizer_states(args: TrainingArguments) -> int:
-    """How many numbers the optimizer keeps for each parameter, about."""
-    optim, options = str(getattr(args.optim, "value", args.optim)), args.optim_args or ""
-    return 2 if "adam" in optim else int("momentum" in options)

@@ -41,11 +41,7 @@ LABELS = ("model_type", "num_labels", "num_classes", "label_names", "torch_dtype
 @without_bars()
 def load_classifier(name: str) -> PreTrainedModel:
     """An image classifier of any class: a saved folder, a Hub id, or a timm name whose weights are on the Hub."""
-    folder = Path(name)
-    if model_folder(name) is not None:
-        check_folder(folder)
-    elif "/" not in name:
-        name = _timm_repo(name)
+    folder, name = Path(name), _place(name)
     try:
         config = load_config(name)
         model = AutoModelForImageClassification.from_pretrained(
@@ -53,12 +49,34 @@ def load_classifier(name: str) -> PreTrainedModel:
         ).eval()
     except SafetensorError as error:
         raise ValueError(f"the weights of {name} cannot be read ({error}); copy or download them again.") from error
-    load_details(model.config, name)  # as classes of other packages do not
+    _with_details(model.config, name, folder)
+    return model
+
+
+def load_model_config(name: str) -> PreTrainedConfig:
+    """The config of such a classifier with its calibration, without its weights."""
+    place = _place(name, weights=False)
+    config = load_config(place)
+    _with_details(config, place, Path(name))
+    return config
+
+
+def _place(name: str, weights: bool = True) -> str:
+    """The folder or Hub id that is meant; a folder must be whole."""
+    folder = model_folder(name)
+    if folder is not None:
+        check_folder(folder, weights)
+    elif "/" not in name:
+        return _timm_repo(name)
+    return name
+
+
+def _with_details(config: PreTrainedConfig, name: str, folder: Path) -> None:
+    load_details(config, name)  # as classes of other packages do not
     try:
-        Calibration.of(model.config)
+        Calibration.of(config)
     except ValueError as error:
         raise ValueError(f"{folder / 'config.json'}: {error}") from None
-    return model
 
 
 def best_device() -> torch.device:

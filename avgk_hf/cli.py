@@ -10,7 +10,7 @@ from .files import open_log
 from .shell import guarded, logged
 
 COMMANDS = (
-    "demo", "train", "calibrate", "evaluate", "predict", "sweep", "compare",
+    "demo", "check", "init", "train", "calibrate", "evaluate", "predict", "info", "sweep", "compare",
     "report", "plot", "export", "push", "card", "app", "glyphs",
 )  # fmt: skip
 

@@ -11,10 +11,10 @@ from .calibration import Calibration
 from .conformal import question_name
 from .processes import gather_list, sum_over_processes
 from .questions import Question
-from .scope import SELECT_BY, Balancing, stored_thresholds
+from .scope import SELECT_BY, Balancing, choices, stored_thresholds
 from .scores import HEADS, SUM_TO_ONE, all_scores, balance_weights, head_logits, wide
 from .sets import metric_name
-from .statistics import SetStatistics
+from .statistics import SetStatistics, set_size_counts
 
 
 class Evaluation:
@@ -35,6 +35,7 @@ class Evaluation:
         balancing: The balances to calibrate; default: as far as the model knows how frequent its classes are, those of
             `Balancing`. With `thresholds`, the one that they are of.
         balance: Whose thresholds to evaluate with, by default the model's own.
+        keep_heads: Whether a calibration leaves heads and balance as they were chosen before, on other images.
     """
 
     def __init__(
@@ -52,12 +53,15 @@ class Evaluation:
         classes: list[int] | None = None,
         balancing: Balancing | None = None,
         balance: float | None = None,
+        keep_heads: bool = False,
     ) -> None:
         if num_examples == 0:
             raise ValueError("the dataset to evaluate is empty.")
         self.config, self.num_examples, self.calibrate = config, num_examples, calibrate
         self.levels, self.per_class = list(levels), per_class
-        self.classes = classes if calibrate else Calibration.of(config).classes
+        before = Calibration.of(config)
+        self.classes = classes if calibrate else before.classes
+        self._kept = before if keep_heads and before.ks else None  # whose choices stay
         self.score = score or getattr(config, "score", "softmax")
         # all metrics of a classifier without a K of its own are named by their K
         self.own_k: float | None = getattr(config, "k", None)
@@ -75,7 +79,7 @@ class Evaluation:
             self.balance = self.balancing.own
             self._collect(self.balance, thresholds)
         else:
-            calibration = Calibration.of(config).at(balance)
+            calibration = before.at(balance)
             self.balance = calibration.balance
             how = {"method": method, "per_class": per_class, "balance": self.balance}
             named = {question_name(c, method, per_class): Question(coverage=c, **how) for c in self.levels}
@@ -178,6 +182,9 @@ class Evaluation:
     def answering_head(self, k: float, balance: float | None = None) -> str:
         """The head that answers for `k` after these images have calibrated."""
         head = getattr(self.config, "head", "ml")
+        if head == "auto" and self._kept is not None:
+            balance = self.balance if balance is None else balance
+            return self._kept.at(balance if balance in self._kept.balances else 0).head(k)
         return self.best_head(k, balance) if head == "auto" else head
 
     def tradeoff(self) -> list[list[float | None]]:
@@ -194,6 +201,8 @@ class Evaluation:
         """The model's own balance; of `"auto"` the largest that costs few enough of all images at `k`."""
         if self.balancing.own != "auto":
             return self.balancing.own
+        if self._kept is not None:
+            return self._kept.balance
         reached = {balance: accuracy for size, balance, accuracy, *_ in self.tradeoff() if size == k}
         least = reached[0.0] - self.balancing.give_up / 100 - 1e-9  # accuracies are rounded
         return max(balance for balance, accuracy in reached.items() if accuracy >= least)
@@ -205,6 +214,7 @@ class Evaluation:
         parts = {each: self._part(each, at) for each in sorted({*self.balancing.recorded, self.balance})}
         own = parts.pop(0.0)
         head = own.pop("head")
+        source |= choices(Calibration.of(self.config), source, self._made())
         today = datetime.datetime.now(datetime.timezone.utc).date().isoformat()
         source |= {} if self.classes is None else {"classes": self.classes}
         source |= {"balance": self.balance} if self.balance else {}
@@ -212,6 +222,12 @@ class Evaluation:
         source = {"num_examples": self.num_examples, **source, "date": today, **({"head": head} if head else {})}
         further = {"prevalence": list(self.balancing.prevalence), "tradeoff": self.tradeoff()} if parts else {}
         return Calibration.store(self.config, source=source, **own, balances=parts, **further)
+
+    def _made(self) -> list[str]:
+        """What is chosen on these images."""
+        auto = getattr(self.config, "head", "ml") == "auto" and len(self.statistics) > 1
+        made = ["head"] * auto + ["balance"] * (self.balancing.own == "auto")
+        return made if self._kept is None else []
 
     def _part(self, balance: float, at: float) -> dict[str, Any]:
         """What is stored for a balance; coverage and curve are those of the head that answers for the K `at`."""
@@ -255,3 +271,7 @@ class Evaluation:
     def set_sizes(self, k: float) -> np.ndarray:
         """The set size (n,) of every image at the threshold of `k`."""
         return self.statistics[self.calibration.head(k)].set_sizes(k)
+
+    def size_counts(self) -> dict[str, list[int]]:
+        """How many images got a set of 0, 1, 2, ... classes for the model's own K, and by shot."""
+        return set_size_counts(self.statistics[self.calibration.head()], self.own_k, self._counts)

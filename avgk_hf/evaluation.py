@@ -94,13 +94,14 @@ def evaluate(
     labels: Labels = "name",
     classes_from_dataset: bool = False,
     listed: Sequence[Listed] = (),
+    keep_heads: bool = False,
     balance: float | str | None = None,
     **balancing: Any,
 ) -> dict[str, float]:
     """Evaluate a classifier on one split of `load_splits`, in one streaming pass.
 
     Args:
-        model: The model; with `calibrate` its config receives the thresholds.
+        model: With `calibrate` its config receives the thresholds.
         dataset: The split. Without labels only sizes are measured.
         k: Average set sizes besides the model's own, in the calibrated range; default: all that are calibrated.
         calibrate: Compute the thresholds from this split, instead of using those in the config.
@@ -108,32 +109,32 @@ def evaluate(
         num_workers: Processes that read images.
         dataset_name: For the record of the calibration.
         on_bad_image: `"error"` refuses an image that cannot be read, `"skip"` leaves it out and counts it.
-        coverage: Coverage levels to calibrate (default: 0.9, 0.95 and 0.99, as far as there are images enough), or to
-            report (default: all that are recorded).
+        coverage: Levels to calibrate (default: 0.9, 0.95, 0.99 where there are images enough), or to report (all).
         method: How the coverage that is reported is reached, as in `Question`.
         per_class: Whether to calibrate the thresholds of each class too, or to answer with them, as in `Question`.
-        monitor: Takes in the set sizes of its K, in random order, because folders are read class by class. Not for
-            calibrating, where the sizes are K by construction. Images without labels always have one.
+        monitor: Takes in the set sizes of its K, in random order. Not for calibrating, where they are K.
         labels: How the dataset's classes are matched to the model's, as in `match_classes`.
         classes_from_dataset: Calibrate for sets that hold classes of the dataset only, and K of these.
         listed: Each takes in the sets of its K. Not for calibrating.
-        balance: As in `Question`; to calibrate, what will be the model's own, or `"auto"`.
-        balancing: To calibrate also `prevalence`, `give_up` and `select_by`, as in `calibrated_balances`.
+        keep_heads: As in `Evaluation`: nothing is chosen on this split.
+        balance: As in `Question`; to calibrate, what will be the model's own, or `"auto"`, with `balancing`.
+        balancing: `prevalence`, `give_up` and `select_by`, as in `calibrated_balances`.
 
     Returns:
         The metrics, as `AvgKTrainer.evaluate` names them, without prefix; with `"skip"` also how many are `skipped`.
     """
     run, labelled = {"batch_size": batch_size, "num_workers": num_workers}, "label" in dataset.column_names
-    by_coverage = coverage is not None or per_class or method != "lac"
-    check_asked(labelled, calibrate, monitor is not None, by_coverage, balancing)
-    check_choice("method", method, METHODS)
+    special = per_class or check_choice("method", method, METHODS) != "lac"
+    check_asked(labelled, calibrate, monitor is not None, coverage is not None or special, balancing)
     dataset, skipped = _readable(dataset, dataset_name, on_bad_image, **run)
     dataset, classes = align_classes(dataset, model.config, labels, calibrate, classes_from_dataset)
-    if not labelled:
-        monitor = monitor or SetSizeMonitor.from_config(model.config, *list(k)[:1], balance=balance)
+    monitor = monitor or (
+        None if labelled else SetSizeMonitor.from_config(model.config, *list(k)[:1], balance=balance)
+    )
     how = {"method": method, "per_class": per_class, "classes": classes, "balance": None if calibrate else balance}
     if calibrate:
-        how["balancing"] = calibrated_balances(model, dataset, classes, balance, run=run, **balancing)
+        own = calibrated_balances(model, dataset, classes, balance, run=run, **balancing)
+        how |= {"balancing": own, "keep_heads": keep_heads}
     evaluation = _plan(model.config, dataset, list(k), calibrate, coverage, monitor, how)
     run_model(model, dataset, [evaluation, *listed], **run, description="calibrate" if calibrate else "evaluate")
     if calibrate:

@@ -2,13 +2,14 @@
 
 import json
 import re
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 from huggingface_hub import EvalResult, ModelCard, ModelCardData
 from transformers import TrainerCallback
 
+from . import __version__
 from .calibration import Calibration
 from .checks import is_hub_id, read_json
 from .configuration import AvgKConfig
@@ -20,6 +21,12 @@ from .sets import k_key
 from .weights import check_folder
 
 TEMPLATE = Path(__file__).with_name("model_card_template.md")
+RESULTS = "results.json"
+# the training arguments that the weights depend on, besides the seed
+TRAINED = ("num_train_epochs", "max_steps", "per_device_train_batch_size", "gradient_accumulation_steps", "world_size")
+TRAINED += ("optim", "optim_args", "learning_rate", "lr_scheduler_type", "lr_milestones", "lr_gamma", "warmup_steps")
+TRAINED += ("weight_decay", "decay_all", "max_grad_norm", "bf16", "fp16", "early_stopping_patience")
+TRAINED += ("metric_for_best_model", "balance")  # by which the best checkpoint is chosen
 CALIBRATED = "This model was not trained for sets: a classifier that existed already was calibrated with avgk_hf."
 FREQUENCIES = {
     "train": "those of the training images",
@@ -47,7 +54,7 @@ class CardCallback(TrainerCallback):
     def __init__(self) -> None:
         self._validation: dict[int, dict[str, float]] = {}  # by training step
         self._others: dict[str, dict[str, float]] = {}  # by prefix, e.g. test
-        self.set_sizes: list[int] | None = None  # how many test images got a set of 0, 1, 2, ... classes
+        self.set_sizes: dict[str, list[int]] = {}  # how many test images got a set of 0, 1, 2, ... classes, by shot
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         """Take over the evaluations before the checkpoint that training goes on from."""
@@ -69,7 +76,7 @@ class CardCallback(TrainerCallback):
         elif evaluation.labelled:
             self._others[prefix] = plain_metrics(metrics, f"{prefix}_")
             if prefix == "test":
-                self.set_sizes = np.bincount(evaluation.set_sizes(evaluation.own_k)).tolist()
+                self.set_sizes = evaluation.size_counts()
 
     def results(self, config: AvgKConfig) -> dict[str, dict[str, float]]:
         """Metrics by split; on validation those of the weights that the thresholds belong to."""
@@ -98,6 +105,30 @@ def hyperparameters(config: AvgKConfig, args: Any) -> dict[str, Any]:
         "learning rate": args.learning_rate,
         "weight decay": args.weight_decay,
         "seed": args.seed,
+    }
+
+
+def run_results(config: AvgKConfig, args: Any, card: CardCallback, dataset: str | None) -> dict[str, Any]:
+    """What results.json holds: how a model was trained, and the metrics that the callback has kept of it.
+
+    Args:
+        config: Of the model, calibrated.
+        args: Training arguments.
+        card: The callback of the trainer.
+        dataset: Name of the data.
+    """
+    packages = {name: version(name) for name in ("torch", "timm", "transformers")}
+    return {
+        "dataset": dataset,
+        "data": {},
+        "objective": config.objective,
+        "k": config.k,
+        "seed": args.seed,
+        "hyperparameters": hyperparameters(config, args),
+        "recipe": {name: getattr(args, name) for name in TRAINED},
+        "versions": {"avgk_hf": __version__, **packages},
+        **{split: metrics for split, metrics in card.results(config).items() if split in ("validation", "test")},
+        **({"set_sizes": card.set_sizes} if card.set_sizes else {}),
     }
 
 
@@ -276,7 +307,9 @@ def card_of_run(folder: str | Path, repo: str | None = None) -> ModelCard:
     """
     folder = Path(folder)
     if not (folder / "results.json").is_file():
-        raise FileNotFoundError(f"{folder} holds no results.json; name the folder of a finished `avgk train`.")
+        raise FileNotFoundError(
+            f"{folder} holds no results.json; name the folder of a finished `avgk train` or `save_model()`."
+        )
     check_folder(folder, weights=False)
     found = read_results(folder)
     metrics = {split: found[split] for split in ("validation", "test") if split in found}
@@ -290,7 +323,7 @@ def card_of_run(folder: str | Path, repo: str | None = None) -> ModelCard:
 
 def read_results(folder: Path, *further: str) -> dict[str, Any]:
     """What `avgk train` wrote to results.json; a damaged one is refused with the name of the file and the field."""
-    path = folder / "results.json"
+    path = folder / RESULTS
     results = read_json(path)
     for name in ("dataset", "hyperparameters", "validation", *further):
         if name not in results:

@@ -97,6 +97,10 @@ class DataArguments:
     test_split: str = HfArg(default="test", help="Split to report on; left out where it is missing.")
     validation_per_class: int | None = HfArg(default=None, help="Validation images of each class to take from train.")
     split_seed: int = HfArg(default=0, help="Which images `validation_per_class` takes.")
+    calibration_split: str = HfArg(
+        default="none",
+        help="Split to calibrate on at the end; auto keeps half of validation for it, from 1,000 images on; or none.",
+    )
     glyphs_seed: int = HfArg(default=0, help="Seed of the generated images, for `dataset: glyphs`.")
     augmentation: str = HfArg(
         default="none", help="Random changes to training images.", metadata={"choices": list(AUGMENTATIONS)}

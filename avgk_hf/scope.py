@@ -161,3 +161,31 @@ def stored_thresholds(
             if calibration.head(k) == head or (known and min(known) <= k <= max(known)):
                 found.setdefault(head, {})[k] = calibration.head_threshold(head, k)
     return {head: found[head] for head in heads if head in found}
+
+
+def choices(before: Calibration, source: dict[str, Any], made: list[str]) -> dict[str, Any]:
+    """What a new calibration records about choices: which were made on its images, and where the checkpoint's was.
+
+    Args:
+        before: The calibration before, which knows on which images the checkpoint was chosen.
+        source: What the new one says about its images: `dataset`, `split` and, after a training, `selection`.
+        made: What else is chosen on the same images: head, balance.
+    """
+    selection = source.get("selection") or before.source.get("selection")
+    same = selection is not None and selection == f"{source.get('dataset')} {source.get('split')}"
+    found = {"chosen": ["checkpoint"] * same + made, "selection": selection}
+    return {name: value for name, value in found.items() if value}
+
+
+def promise(calibration: Calibration) -> str | None:
+    """One line where a coverage of this calibration holds only approximately; None where it holds, or is not known."""
+    recorded = calibration.source.get("chosen")
+    chosen = [name for name in ("checkpoint", "head", "balance") if isinstance(recorded, list) and name in recorded]
+    if not calibration.coverage or not chosen:
+        return None
+    verb = "were" if len(chosen) > 1 else "was"
+    return (
+        f"coverage is approximate: the {' and the '.join(chosen)} of this model {verb} chosen on the images"
+        " of its calibration. It holds exactly with `calibration_split: auto` in the recipe, or after `avgk calibrate"
+        " --keep-heads` on other images."
+    )

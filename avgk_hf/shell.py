@@ -102,10 +102,7 @@ def logged(log: TextIO | None, arguments: list[str]) -> Iterator[None]:
 
 
 def guarded(name: str, command: Callable[[], int | None]) -> int:
-    """Run a command and return its exit code; with AVGK_DEBUG=1 errors come with their traceback.
-
-    A command that comes to its end may name one; otherwise it is 0.
-    """
+    """Run a command and return its exit code, 0 for None; with AVGK_DEBUG=1 errors come with their traceback."""
     main_thread = threading.current_thread() is threading.main_thread()  # only there signals can be handled
     before = signal.signal(signal.SIGTERM, _terminate) if main_thread else None
     try:

@@ -5,7 +5,6 @@ import shlex
 import sys
 from collections.abc import Callable
 from dataclasses import asdict
-from importlib.metadata import version
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -16,28 +15,26 @@ from datasets import Dataset, DatasetDict
 from transformers import set_seed
 from transformers.utils import logging
 
-from . import __version__
-from .checkpoints import where_to_go_on
+from .calibration import Calibration
+from .checkpoints import after_the_model, where_to_go_on
 from .data import class_counts, load_splits, prepare, skip_bad_images
 from .data.classes import check_new_classes
-from .files import check_output_dir, write_text
-from .model_card import hyperparameters, plain_metrics
+from .data.datasets import TAKE, check_split, keep_aside
+from .data.inspection import count_images, short_form
+from .files import check_output_dir
+from .model_card import RESULTS, TRAINED
 from .modeling import AvgKForImageClassification
 from .recipes import DataArguments, ModelArguments, describe_fields, parse_recipe
+from .scope import promise
 from .sets import k_key
 from .shell import guarded, without_tokens
-from .statistics import SHOTS, SetStatistics
 from .study.plots import set_size_histogram
-from .study.seeds import RESULTS, write_report
+from .study.seeds import write_report
 from .trainer import AvgKTrainer
 from .training_args import AvgKTrainingArguments
 
 logger = logging.get_logger(__name__)
-# the training arguments that the weights depend on, besides the seed
-TRAINED = ("num_train_epochs", "max_steps", "per_device_train_batch_size", "gradient_accumulation_steps", "world_size")
-TRAINED += ("optim", "optim_args", "learning_rate", "lr_scheduler_type", "lr_milestones", "lr_gamma", "warmup_steps")
-TRAINED += ("weight_decay", "decay_all", "max_grad_norm", "bf16", "fp16", "early_stopping_patience")
-TRAINED += ("metric_for_best_model", "balance")  # by which the best checkpoint is chosen
+LEAST_ASIDE = 500  # images of each half, where `calibration_split: auto` divides validation
 
 
 def build_model(arguments: ModelArguments, names: list[str]) -> AvgKForImageClassification:
@@ -78,7 +75,7 @@ def load_all(data_args: DataArguments, args: AvgKTrainingArguments) -> DatasetDi
 def load_data(
     data_args: DataArguments, args: AvgKTrainingArguments, splits: DatasetDict | None = None
 ) -> tuple[dict[str, Dataset], dict[str, int]]:
-    """Train, validation and, where there is one, test; and how many images of each were skipped.
+    """Train, validation and, where there are such, test and calibration; and how many of each were skipped.
 
     Args:
         data_args: Data block of the recipe.
@@ -87,12 +84,15 @@ def load_data(
     """
     splits = splits or load_all(data_args, args)
     names = {part: getattr(data_args, f"{part}_split") for part in ("train", "validation", "test")}
-    for part in ("train", "validation"):
-        if names[part] not in splits:
+    if data_args.calibration_split not in ("none", "auto"):
+        if data_args.calibration_split in names.values():
             raise ValueError(
-                f"the dataset {data_args.dataset!r} has no split {names[part]!r}, only {list(splits)}; name the right"
-                f" one with `{part}_split:`."
+                f"calibration_split={data_args.calibration_split!r} is used for something else: name a split of its"
+                " own, or `auto`, which keeps half of validation for it."
             )
+        names["calibration"] = data_args.calibration_split
+    for part in (part for part in names if part != "test"):
+        check_split(splits, data_args.dataset, names[part], f"`{part}_split:`", f"`{TAKE}: 20` in the recipe")
     used = {part: splits[name] for part, name in names.items() if name in splits}
     skipped = {}
     if data_args.on_bad_image == "skip":
@@ -103,6 +103,9 @@ def load_data(
                 )
     if not data_args.allow_new_classes:
         check_new_classes({names[part]: split for part, split in used.items()}, names["train"])
+    if data_args.calibration_split == "auto":
+        halves = keep_aside(used["validation"], data_args.split_seed, LEAST_ASIDE)
+        used |= {} if halves is None else dict(zip(("validation", "calibration"), halves, strict=True))
     classes = used["train"].features["label"].names
     counts = {part: class_counts(split, len(classes)) for part, split in used.items()}
     empty = [classes[i] for i in np.flatnonzero(counts["train"] == 0)]
@@ -135,8 +138,7 @@ def make_trainer(
         args=args,
         train_dataset=prepare(data["train"], model.config, data_args.augmentation, data_args.cache_images),
         eval_dataset=prepare(data["validation"], model.config, keep=data_args.cache_images),
-        # a local folder goes into config and card by its name only: they are made to be shared
-        dataset_name=Path(data_args.dataset).name if Path(data_args.dataset).exists() else data_args.dataset,
+        dataset_name=data_args.dataset,
     )
 
 
@@ -155,47 +157,36 @@ def run(
     if args.should_save:
         check_output_dir(args.output_dir)
     used, skipped = load_data(data_args, args, splits)
+    if args.process_index == 0:
+        print(short_form(count_images(used)))
     trainer = make_trainer(model_args, data_args, args, used)
     config = trainer.model.config
     trainer.train(resume_from_checkpoint=args.resume_from_checkpoint)
-    results: dict[str, Any] = {
-        "dataset": trainer.dataset_name,
-        "data": asdict(data_args),
-        "objective": model_args.objective,
-        "k": config.k,
-        "seed": args.seed,
-        "hyperparameters": hyperparameters(config, args),
-        "recipe": {**asdict(model_args), **{name: getattr(args, name) for name in TRAINED}},
-        "versions": {"avgk_hf": __version__, **{name: version(name) for name in ("torch", "timm", "transformers")}},
-        "validation": plain_metrics(trainer.evaluate(), "eval_"),
-    }
-    if skipped:
-        results["skipped"] = skipped
+    trainer.evaluate()
+    if "calibration" in used:
+        trainer.calibrate(prepare(used["calibration"], config))
     if "test" in used:
-        test = prepare(used["test"], config)
-        results["test"] = plain_metrics(trainer.evaluate(test, metric_key_prefix="test"), "test_")
-        results["set_sizes"] = set_size_counts(trainer.statistics(config.k), config.k, config.train_counts)
+        trainer.evaluate(prepare(used["test"], config), metric_key_prefix="test")
+    recipe = {**asdict(model_args), **{name: getattr(args, name) for name in TRAINED}}
+    trainer.record = {"data": asdict(data_args), "recipe": recipe} | ({"skipped": skipped} if skipped else {})
     trainer.save_model()
     trainer.save_state()
+    results = trainer.results()
     if trainer.is_world_process_zero():
-        _write_results(trainer, results)
+        with after_the_model(args.output_dir):
+            _show_results(trainer, results)
     return results
 
 
-def _write_results(trainer: AvgKTrainer, results: dict[str, Any]) -> None:
+def _show_results(trainer: AvgKTrainer, results: dict[str, Any]) -> None:
     folder, title = Path(trainer.args.output_dir), f"Set sizes on test, K = {k_key(results['k'])}"
     if "test" in results:
         title = f"{folder.name}, {title}: average-K accuracy {100 * results['test']['average_k_accuracy']:.1f}%"
-    try:
-        if "set_sizes" in results and find_spec("matplotlib"):
-            set_size_histogram({results["objective"]: results["set_sizes"]["all"]}, folder / "set_sizes.png", title)
-        write_text(folder / RESULTS, json.dumps(results, indent=2, ensure_ascii=False) + "\n")
-        trainer.create_model_card()
-    except OSError as error:
-        raise OSError(
-            f"the results could not be written to {folder} ({error.strerror}), the model was. Free some space."
-            f" {where_to_go_on(folder)}"
-        ) from error
+    if "set_sizes" in results and find_spec("matplotlib"):
+        set_size_histogram({results["objective"]: results["set_sizes"]["all"]}, folder / "set_sizes.png", title)
+    trainer.create_model_card()
+    if (approximate := promise(Calibration.of(trainer.model.config))) is not None:
+        print(approximate)
 
 
 def run_seeds(arguments: list[str], keep: bool = False) -> str:
@@ -222,17 +213,6 @@ def run_seeds(arguments: list[str], keep: bool = False) -> str:
         if args.process_index == 0:
             print(f"seed {seed}: {summary(results, str(folders[-1]))}")
     return write_report(folders, args.output_dir) if args.process_index == 0 else ""
-
-
-def set_size_counts(statistics: SetStatistics, k: float, train_counts: list[int]) -> dict[str, list[int]]:
-    """How many images of an evaluation got a set of 0, 1, 2, ... classes, for all classes and by shot."""
-    sizes = statistics.set_sizes(k)
-    of_class = np.asarray(train_counts)[statistics.labels]  # (n,), training images of each image's class
-    counts = {"all": np.bincount(sizes).tolist()}
-    for name, (low, high) in SHOTS.items():
-        group = (of_class >= low) & (of_class < high)
-        counts[name] = np.bincount(sizes[group]).tolist()
-    return counts
 
 
 def summary(results: dict[str, Any], output_dir: str) -> str:

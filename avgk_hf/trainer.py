@@ -1,6 +1,6 @@
 """`AvgKTrainer`: transformers' Trainer with the average-K objective, and thresholds computed while evaluating."""
 
-from bisect import bisect
+import json
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
@@ -16,26 +16,25 @@ from transformers.trainer_utils import EvalLoopOutput, has_length
 from transformers.utils import logging
 
 from .calibration import Calibration
-from .checkpoints import CheckpointTrainer, optimizer_states
 from .configuration import AvgKConfig
 from .conformal import enough_images, level_key
 from .data import class_counts
 from .data.datasets import check_length, collate
 from .evaluation import Evaluation, loop
-from .files import new_file
-from .losses import LOSSES, make_loss
-from .model_card import CardCallback, hyperparameters, render_card
+from .files import new_file, write_text
+from .losses import make_loss
+from .model_card import RESULTS, CardCallback, hyperparameters, render_card, run_results
+from .optimizers import ObjectiveTrainer
 from .predictions import Predictions
 from .processes import broadcast
 from .sets import check_k, k_key
 from .statistics import SetStatistics
-from .training_args import AvgKTrainingArguments, check_trainer_arguments
+from .training_args import AvgKTrainingArguments, check_trainer_arguments, say_state_memory
 
 logger = logging.get_logger(__name__)
-LARGE_STATE = 2 * 2**30
 
 
-class AvgKTrainer(CheckpointTrainer):
+class AvgKTrainer(ObjectiveTrainer):
     """Trains an `AvgKForImageClassification` with its config's objective and calibrates it on the validation set.
 
     `evaluate()` on the trainer's own `eval_dataset` computes lambda_val for every K asked for in one pass, writes it
@@ -58,7 +57,8 @@ class AvgKTrainer(CheckpointTrainer):
         train_dataset: Examples with `pixel_values`, `labels` and `index`, as `avgk_hf.prepare` gives them; `label` and
             `label_ids` do for `labels`.
         eval_dataset: The validation set, in the same form and with a length.
-        dataset_name: Name of the data in the calibration record and the card; `user/name` is a dataset on the Hub.
+        dataset_name: What `load_splits` read, for the calibration record, the card and results.json; of a local folder
+            the first two name the last part only.
         kwargs: As in `Trainer`.
     """
 
@@ -80,12 +80,15 @@ class AvgKTrainer(CheckpointTrainer):
                 "pass one validation set as `eval_dataset`: the thresholds come from it, not from several."
             )
         check_trainer_arguments(args, kwargs)
-        self.dataset_name = dataset_name
+        # a local folder goes into config and card by its name only: they are made to be shared
+        local = dataset_name is not None and Path(dataset_name).exists()
+        self.dataset_name = Path(dataset_name).name if local else dataset_name
+        self.record: dict[str, Any] = {"data": {"dataset": dataset_name} if dataset_name else {}}  # for results.json
         self._fit = partial(self._fit_to_data, args, train_dataset, eval_dataset)
         if model is not None:
             self._fit(model)
         self.card = CardCallback()
-        self._calibrating = False
+        self._calibrating = self._keeping_heads = False
         self.evaluation: Evaluation | None = None  # the last
         # torch's own collates a worker's images in the memory it shares; the stock one costs a further copy of them
         kwargs.setdefault("data_collator", collate)
@@ -96,7 +99,7 @@ class AvgKTrainer(CheckpointTrainer):
             ]
         super().__init__(model=model, args=args, train_dataset=train_dataset, eval_dataset=eval_dataset, **kwargs)
         self.add_callback(self.card)
-        self._check_optimizers()
+        self.check_optimizers()
 
     def call_model_init(self, trial: Any = None) -> PreTrainedModel:
         """As in `Trainer`; a new model comes with a new criterion."""
@@ -129,22 +132,10 @@ class AvgKTrainer(CheckpointTrainer):
         if train is not None:
             args.balancing(config)  # refuses a balance without counts
         num_examples = len(train) if has_length(train) else 0
-        _state_memory(config, num_examples, args)
+        say_state_memory(config, num_examples, args)
         # not `objective`: that is what the stock trainer calls the metric of a hyperparameter search
         self.criterion = make_loss(config, num_examples).to(args.device)
         broadcast(list(self.criterion.state_dict().values()))
-
-    def _check_optimizers(self) -> None:
-        """Refuse what would not reach an optimizer or a schedule that was given ready."""
-        args, missed = self.args, []
-        if self.optimizer is not None and list(self.criterion.parameters()):
-            missed.append(f"the parameters of objective {self.model.config.objective!r}")
-        if self.optimizer is not None and args.decay_all:
-            missed.append("decay_all")
-        if self.lr_scheduler is not None and args.lr_milestones:
-            missed.append(f"lr_milestones={args.lr_milestones}")
-        if missed:
-            raise ValueError(f"optimizers were made without {missed[0]}: leave `optimizers` out, or that.")
 
     def compute_loss(
         self,
@@ -161,41 +152,6 @@ class AvgKTrainer(CheckpointTrainer):
         outputs = _forward(model, inputs)
         loss = self.criterion(outputs, inputs["labels"], inputs.get("index"))
         return (loss, outputs) if return_outputs else loss
-
-    def create_optimizer(self, model: nn.Module | None = None) -> torch.optim.Optimizer:
-        """As in `Trainer`; parameters of the objective join with their own learning rate and without decay."""
-        new = self.optimizer is None
-        optimizer = super().create_optimizer(model)
-        parameters = list(self.criterion.parameters())
-        if new and parameters:
-            rate = self.args.learning_rate * self.criterion.learning_rate_factor
-            optimizer.add_param_group({"params": parameters, "lr": rate, "weight_decay": 0.0})
-            # the stock loop clears the gradients of the model only
-            optimizer.register_step_post_hook(lambda *_: self.criterion.zero_grad())
-        return optimizer
-
-    def get_decay_parameter_names(self, model: nn.Module) -> list[str]:
-        """As in `Trainer`, or with `args.decay_all` every parameter."""
-        if self.args.decay_all:
-            return [name for name, _ in model.named_parameters()]
-        return super().get_decay_parameter_names(model)
-
-    def create_scheduler(
-        self, num_training_steps: int, optimizer: torch.optim.Optimizer | None = None
-    ) -> torch.optim.lr_scheduler.LRScheduler:
-        """As in `Trainer`; with `args.lr_milestones` the learning rate is multiplied by `lr_gamma` after each."""
-        milestones, gamma = self.args.lr_milestones, self.args.lr_gamma
-        if not milestones or self.lr_scheduler is not None:
-            return super().create_scheduler(num_training_steps, optimizer)
-        if self._steps_per_epoch is None:
-            raise ValueError("lr_milestones are epochs of `train()`: make the scheduler there, or leave them out.")
-        steps = [round(epoch * self._steps_per_epoch) for epoch in milestones]
-        # not MultiStepLR: a checkpoint would bring back the steps of the run that wrote it
-        self.lr_scheduler = torch.optim.lr_scheduler.LambdaLR(
-            optimizer or self.optimizer, lambda step: gamma ** bisect(steps, step)
-        )
-        self._created_lr_scheduler = True
-        return self.lr_scheduler
 
     def training_step(self, *args: Any, **kwargs: Any) -> Tensor:
         """As in `Trainer`; thresholds of the weights before the step are dropped, and a loss must be finite."""
@@ -271,6 +227,22 @@ class AvgKTrainer(CheckpointTrainer):
             self.card.record(metric_key_prefix, metrics, self.evaluation, self.state.global_step)
         return metrics
 
+    def calibrate(self, dataset: Dataset) -> dict[str, float]:
+        """Compute the thresholds anew from images on which nothing was chosen, so that coverages hold exactly.
+
+        Weights and heads stay those that the validation set chose.
+
+        Args:
+            dataset: Labelled images, as `eval_dataset`, that are neither in it nor in `train_dataset`.
+        """
+        if not self.model.config.thresholds:
+            self.evaluate()  # which chooses the heads
+        self._keeping_heads = True
+        try:
+            return self.evaluate(dataset, metric_key_prefix="calibration", calibrate=True)
+        finally:
+            self._keeping_heads = False
+
     def evaluation_loop(
         self,
         dataloader: DataLoader,
@@ -286,8 +258,7 @@ class AvgKTrainer(CheckpointTrainer):
         asked = self._predictions(num_examples, ignore_keys)
         self.collect([evaluation, *asked], dataloader)
         if self._calibrating:
-            split = str(getattr(dataloader.dataset, "split", None) or "validation")
-            evaluation.store(dataset=self.dataset_name, split=split, step=self.state.global_step)
+            self._store(evaluation, dataloader.dataset)
         metrics = {"loss": evaluation.loss_sum / num_examples} if evaluation.labelled else {}
         metrics |= evaluation.metrics()
         sets = None if evaluation.sets is None else [one for _, batch in evaluation.sets for one in batch]
@@ -300,6 +271,14 @@ class AvgKTrainer(CheckpointTrainer):
                 raise ValueError(f"compute_metrics returns {name!r}, which is a metric of AvgKTrainer: rename it.")
             metrics[name] = value
         return EvalLoopOutput(sets, labels, metrics, num_examples)
+
+    def _store(self, evaluation: Evaluation, dataset: Dataset) -> None:
+        """Write the thresholds to the config, with what was chosen on the same images."""
+        split = str(getattr(dataset, "split", None) or ("calibration" if self._keeping_heads else "validation"))
+        source = {"dataset": self.dataset_name, "split": split, "step": self.state.global_step}
+        if self.args.load_best_model_at_end or self.args.early_stopping_patience:
+            source["selection"] = f"{self.dataset_name} {getattr(self.eval_dataset, 'split', None) or 'validation'}"
+        evaluation.store(**source)
 
     def _predictions(self, num_examples: int, ignore_keys: Sequence[str] | None) -> list[Predictions]:
         """What collects for the user's `compute_metrics`, where there is one."""
@@ -345,7 +324,7 @@ class AvgKTrainer(CheckpointTrainer):
                         f"coverage {level_key(level)} takes {enough_images(level)} validation images at least, and"
                         f" there are {num_examples}: no threshold is computed for it."
                     )
-            how["balancing"] = args.balancing(config)
+            how |= {"balancing": args.balancing(config), "keep_heads": self._keeping_heads}
             return Evaluation(config, num_examples, self.ks, True, args.calibrate_coverage, **how)
         calibration = Calibration.of(config)
         calibration.threshold()  # refuses an uncalibrated model, and says what to do
@@ -358,6 +337,16 @@ class AvgKTrainer(CheckpointTrainer):
         """What the last evaluation collected for the head that answers for `k`."""
         return self.evaluation.statistics[Calibration.of(self.model.config).head(k)]
 
+    def results(self) -> dict[str, Any]:
+        """What results.json holds: how the model was trained, and what was measured since."""
+        return run_results(self.model.config, self.args, self.card, self.dataset_name) | self.record
+
+    def write_results(self, folder: str | Path) -> None:
+        """Write results.json, which `avgk card`, `plot` and `report` read, where validation was evaluated."""
+        found = self.results()
+        if "validation" in found:
+            write_text(Path(folder) / RESULTS, json.dumps(found, indent=2, ensure_ascii=False) + "\n")
+
     def create_model_card(self, model_name: str | None = None, **kwargs: Any) -> None:
         """Write our card to README.md: what the model returns, how to call it, and how well it did.
 
@@ -369,9 +358,9 @@ class AvgKTrainer(CheckpointTrainer):
             return
         config = self.model.config
         repo = self.hub_model_id or model_name or Path(self.args.output_dir).name
-        rows, sizes = hyperparameters(config, self.args), self.card.set_sizes if config.thresholds else None
+        rows, sizes = hyperparameters(config, self.args), self.card.set_sizes if config.thresholds else {}
         results, adapter = self.card.results(config), hasattr(self.model, "peft_config")
-        card = render_card(repo, config, results, rows, self.dataset_name, sizes, adapter=adapter)
+        card = render_card(repo, config, results, rows, self.dataset_name, sizes.get("all"), adapter=adapter)
         with new_file(Path(self.args.output_dir) / "README.md") as new:
             card.save(new)
 
@@ -383,17 +372,3 @@ class AvgKTrainer(CheckpointTrainer):
 def _forward(model: nn.Module, inputs: Mapping[str, Any]) -> Any:
     # whatever the config says, nobody here reads the hidden states
     return model(pixel_values=inputs["pixel_values"], output_hidden_states=False, return_dict=True)
-
-
-def _state_memory(config: AvgKConfig, num_examples: int, args: AvgKTrainingArguments) -> None:
-    """Say what a loss that keeps state for every image will take, before it takes it."""
-    states = optimizer_states(args)
-    size = LOSSES[config.objective].memory(num_examples, config.num_labels, states)
-    if not size or args.process_index > 0:
-        return
-    others = ", ".join(name for name, loss in LOSSES.items() if not loss.per_image)
-    logger.warning(
-        f"{config.objective}: its state for {num_examples} images x {config.num_labels} classes, the gradient and"
-        f" {states} optimizer state(s) take {size / 2**30:.2f} GiB on every process."
-        + (f" That is more than 2 GiB: the objectives {others} need none of it." if size > LARGE_STATE else "")
-    )

@@ -14,14 +14,18 @@ from typing import Any
 import torch
 from transformers import EarlyStoppingCallback, TrainingArguments
 from transformers.hf_argparser import HfArg
+from transformers.utils import logging
 
 from .checks import check_choice, check_whole, is_number
-from .configuration import IMAGE_PROCESSOR
+from .configuration import IMAGE_PROCESSOR, AvgKConfig
 from .conformal import LEVELS, METHODS, check_level
+from .losses import LOSSES
 from .records import check_balance
 from .scope import SELECT_BY, Balancing
 from .sets import check_k
 
+logger = logging.get_logger(__name__)
+LARGE_STATE = 2 * 2**30
 LARGEST_SEED = 2**32 - 1
 SMALLER_IS_BETTER = ("loss", "_size", "empty_sets")  # how such a metric's name ends
 HONOURED = {  # by what they are about
@@ -308,3 +312,23 @@ class AvgKTrainingArguments(TrainingArguments):
     def balancing(self, config: Any) -> Balancing:
         """The balances that an evaluation of this model computes; one that cannot be had is refused."""
         return Balancing.of(config, self.balance, give_up=self.give_up, select_by=self.select_by)
+
+
+def optimizer_states(args: TrainingArguments) -> int:
+    """How many numbers the optimizer keeps for each parameter, about."""
+    optim, options = str(getattr(args.optim, "value", args.optim)), args.optim_args or ""
+    return 2 if "adam" in optim else int("momentum" in options)
+
+
+def say_state_memory(config: AvgKConfig, num_examples: int, args: AvgKTrainingArguments) -> None:
+    """Say what a loss that keeps state for every image will take, before it takes it."""
+    states = optimizer_states(args)
+    size = LOSSES[config.objective].memory(num_examples, config.num_labels, states)
+    if not size or args.process_index > 0:
+        return
+    others = ", ".join(name for name, loss in LOSSES.items() if not loss.per_image)
+    logger.warning(
+        f"{config.objective}: its state for {num_examples} images x {config.num_labels} classes, the gradient and"
+        f" {states} optimizer state(s) take {size / 2**30:.2f} GiB on every process."
+        + (f" That is more than 2 GiB: the objectives {others} need none of it." if size > LARGE_STATE else "")
+    )

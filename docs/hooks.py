@@ -15,7 +15,7 @@ ROOT = Path(__file__).resolve().parent.parent
 DOCS = ROOT / "docs"
 PAGES = {
     "README.md": "index.md",
-    "recipes/glyphs/README.md": "study.md",
+    "recipes/glyphs/README.md": "glyphs.md",
     "recipes/cifar100/README.md": "cifar100.md",
     "recipes/plantnet300k/README.md": "plantnet300k.md",
     "benchmarks/README.md": "benchmarks.md",
@@ -41,7 +41,10 @@ class Examples(griffe.Extension):
 
 def on_files(files: Files, config: MkDocsConfig) -> Files:
     """Add the pages of `PAGES` with the pictures in them, and the reference of the public names."""
-    for source, page in PAGES.items():
+    own = {f"docs/{path.name}": path.name for path in DOCS.glob("*.md")}
+    for source, page in {**own, **PAGES}.items():  # of our own pages, too, links may lead out of docs/
+        if (there := files.get_file_from_path(page)) is not None:
+            files.remove(there)
         files.append(File.generated(config, page, content=site_page(source, files, config)))
     names = [f"::: avgk_hf.{module}.{name}\n" for name, module in avgk_hf._WHERE.items()]
     files.append(File.generated(config, "reference.md", content=REFERENCE + "\n".join(names)))

@@ -1,4 +1,4 @@
-"""A real browser on the page of `avgk app`, for tests/test_app.py and for the picture in the README:
+"""A real browser on the page of `avgk app`, for tests/test_app.py and for the picture in docs/page.md:
 
 python tests/browser.py MODEL docs/app.png
 """
@@ -230,7 +230,7 @@ def leave_screen(page):
 
 
 def screenshot(model, path, example=4):
-    """The page with one of its examples, as in the README."""
+    """The page with one of its examples, as in docs/page.md."""
     with app(model) as url, chromium(1080, 1100) as driver:
         page = Page(driver, url)
         page.until("#avgk-examples button")

@@ -123,9 +123,10 @@ def test_the_split_is_balanced_and_fixed():
     assert sorted(numbers(splits["train"]) + validation) == list(range(5_000))
     assert numbers(split_validation(whole, 5, seed=0)["validation"]) == validation
     assert len(set(numbers(split_validation(whole, 5, seed=1)["validation"])) & set(validation)) < 100
-    for per_class in (0, 50):
-        with pytest.raises(ValueError, match=rf"validation_per_class={per_class} must lie in \[1, 50\)"):
-            split_validation(whole, per_class)
+    half = split_validation(whole, 50)  # never more than half of a class
+    assert class_counts(half["validation"], 100).tolist() == class_counts(half["train"], 100).tolist() == [25] * 100
+    with pytest.raises(ValueError, match="validation_per_class=0 must be 1 at least"):
+        split_validation(whole, 0)
     with pytest.raises(ValueError, match=r"has \['train', 'validation', 'test'\]: leave the field out"):
         split_validation(splits, 5)
 

@@ -754,6 +754,7 @@ BAD_RECIPE = {
     "lr_milestones": ["many", "[2, 1]", "[0, 3]", "[1, 1]", "[.nan]"],
     "lr_gamma": ["0", "-1", "many", ".nan", ".inf"],
     "validation_per_class": ["0", "-1", "1.5", "many", ".nan"],
+    "calibration_split": NO_TEXT,
     "remove_unused_columns": ["maybe", "3"],
     **{
         key: ["0", "-1", "1.5", "many", ".nan"]

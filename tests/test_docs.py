@@ -52,7 +52,7 @@ def test_every_public_name_is_in_the_reference(site):
 
 
 def test_readme_study_and_changes_are_pages(site):
-    for page, source in ("index", "README.md"), ("study", "recipes/glyphs/README.md"), ("changelog", "CHANGELOG.md"):
+    for page, source in ("index", "README.md"), ("glyphs", "recipes/glyphs/README.md"), ("changelog", "CHANGELOG.md"):
         text = (site / f"{page}.html").read_text(encoding="utf-8")
         shown = [re.sub("<[^>]+>", "", part) for part in re.findall("<h2.*?>(.*?)</h2>", text, flags=re.DOTALL)]
         written = re.findall(r"^## (.+)$", (ROOT / source).read_text(encoding="utf-8"), flags=re.MULTILINE)

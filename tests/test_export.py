@@ -234,13 +234,13 @@ import sys
 for name in ("avgk_hf", "torch", "transformers", "timm", "onnx"):
     sys.modules[name] = None  # any import of it fails
 """
-README = (ROOT / "README.md").read_text(encoding="utf-8")
-SNIPPET = next(b for b in re.findall(r"```python\n(.*?)```", README, flags=re.DOTALL) if "onnxruntime" in b)
+PAGE = (ROOT / "docs" / "deploy.md").read_text(encoding="utf-8")
+SNIPPET = next(b for b in re.findall(r"```python\n(.*?)```", PAGE, flags=re.DOTALL) if "onnxruntime" in b)
 
 
 @pytest.mark.parametrize(("size", "grey"), [((32, 32), True), ((57, 40), False), ((33, 80), False)], ids=str)
-def test_the_readme_without_the_package(saved, make_model, tmp_path, capsys, size, grey):
-    """What the README shows, with onnxruntime, numpy and Pillow alone, gives the sets of `avgk predict`."""
+def test_the_page_without_the_package(saved, make_model, tmp_path, capsys, size, grey):
+    """What docs/deploy.md shows, with onnxruntime, numpy and Pillow alone, gives the sets of `avgk predict`."""
     if grey:
         model = make_model(model_args={"in_chans": 1})
         Calibration.store(model.config, {2: 0.17}, {})

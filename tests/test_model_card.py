@@ -3,7 +3,6 @@
 from pathlib import Path
 from types import SimpleNamespace
 
-import numpy as np
 import pytest
 import torch
 from asking import Config
@@ -100,10 +99,10 @@ def test_the_best_evaluation_is_found_by_its_step():
     state, card = SimpleNamespace(global_step=3, log_history=log), CardCallback()
     card.on_train_begin(None, state, None)
     calibrated, other = SimpleNamespace(calibrate=True), SimpleNamespace(calibrate=False, labelled=True)
-    other.own_k, other.set_sizes = 2, lambda k: np.array([0, 1, 1])
+    other.size_counts = lambda: {"all": [1, 2]}
     card.record("eval", {"eval_loss": 1.0, "eval_average_k_accuracy": 0.6, "epoch": 1.0}, calibrated, step=3)
     card.record("test", {"test_loss": 2.0, "test_average_k_accuracy": 0.7}, other, step=3)
-    assert card.set_sizes == [1, 2]
+    assert card.set_sizes == {"all": [1, 2]}
     test = {"test": {"loss": 2.0, "average_k_accuracy": 0.7}}
     for record, expected in (
         ({"step": 2}, {"validation": {"average_k_accuracy": 0.5}, **test}),

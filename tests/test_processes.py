@@ -140,10 +140,10 @@ def test_two_processes_go_on_where_they_stopped(found):
     assert "step 2/6  training goes on" in (killed / "train.log").read_text()
 
 
-def test_the_command_of_the_readme(recipe, tmp_path):
+def test_the_command_of_the_page(recipe, tmp_path):
     """`accelerate launch --config_file ... -m avgk_hf.train RECIPE`, and it says that two processes train."""
     command = "accelerate launch --config_file recipes/accelerate_configs/cpu.yaml -m avgk_hf.train"
-    assert f"\n{command} recipes/glyphs/avgk.yaml\n" in (ROOT / "README.md").read_text()
+    assert f"\n{command} recipes/glyphs/avgk.yaml\n" in (ROOT / "docs" / "processes.md").read_text()
     text = launch("-m", "avgk_hf.train", recipe, "--num_train_epochs", "1")
     assert "2 processes" in text and text.count("saved to") == 1
     assert (tmp_path / "run" / "config.json").is_file()

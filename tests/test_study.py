@@ -55,7 +55,7 @@ def test_every_run_says_where_it_comes_from(comparison):
     assert final == {(loss, k, seed) for loss in comparison.losses for k in (2, 3, 5, 10) for seed in range(5)}
 
 
-@pytest.mark.parametrize("page", ["README.md", "recipes/glyphs/README.md"])
+@pytest.mark.parametrize("page", ["docs/study.md", "recipes/glyphs/README.md"])
 def test_published_tables_are_those_of_the_report(page):
     """Every row with an interval stands in a report under results/ in the same words."""
     reports = "\n".join(path.read_text() for path in (ROOT / "results").rglob("*.md"))
@@ -63,13 +63,32 @@ def test_published_tables_are_those_of_the_report(page):
     assert rows and not [row for row in rows if row not in reports]
 
 
+def test_what_to_expect_follows_from_the_runs(comparison):
+    """The percentages of the README: top-1, sets and lists of cross-entropy, and sets of AVG-K; means over seeds."""
+    found = {}
+    for run in (run for run in plan(comparison) if run.phase == "final" and run.loss in ("ce", "avgk")):
+        for kept in finished(comparison, run)["kept"]:
+            for k in kept["k"]:
+                found.setdefault((run.loss, k), []).append(kept["test"]["softmax"]["ml"][k_key(k)])
+
+    def percent(loss, metric, *ks):
+        means = [f"{100 * np.mean([one[metric] for one in found[loss, k]]):.1f}" for k in ks]
+        return " and ".join([", ".join(means[:-1]), means[-1]]) if len(means) > 1 else means[0]
+
+    text = " ".join((ROOT / "README.md").read_text().split("## What to expect")[1].split("## ")[0].split())
+    assert f"right for {percent('ce', 'top1_accuracy', 2)}%" in text
+    assert f"hold the true one for {percent('ce', 'average_k_accuracy', 2, 3, 5)}%" in text
+    assert f"for every image for {percent('ce', 'topk_accuracy', 2, 3, 5)}%" in text
+    assert f"AVG-K loss reaches {percent('avgk', 'average_k_accuracy', 2, 3, 5)}%" in text
+
+
 def test_the_demos_table_follows_from_its_runs():
-    """Mean and range over seeds and processors, in the README as `python -m benchmarks.demo` computes them."""
+    """Mean and range over seeds and processors, in docs/study.md as `python -m benchmarks.demo` computes them."""
     runs = json.loads((ROOT / "results" / "demo" / "runs.json").read_text())
     seeds, processors = ({entry[name] for entry in runs} for name in ("seed", "processor"))
     assert len(runs) == len(seeds) * len(processors) and processors == {"this machine", *SETTINGS}
-    text, readme = table(runs, k=3), (ROOT / "README.md").read_text()
-    assert text in readme and f"of {len(runs)} runs" in " ".join(readme.split()) and len(seeds) >= 3
+    text, page = table(runs, k=3), (ROOT / "docs" / "study.md").read_text()
+    assert text in page and f"of {len(runs)} runs" in " ".join(page.split()) and len(seeds) >= 3
 
 
 @pytest.mark.long

@@ -470,6 +470,8 @@ def test_what_a_calibration_stores(make_trainer, make_model, splits):
             "date": datetime.datetime.now(datetime.timezone.utc).date().isoformat(),
             "step": 0,
             "prevalence_from": "train",
+            "selection": "trees validation",
+            "chosen": ["checkpoint", "head"] if config.head == "auto" and config.sccp_head else ["checkpoint"],
             "head": head,
         }
         assert found.curve == statistics.curve()
@@ -564,7 +566,7 @@ def test_role_trains_its_label_estimates(make_trainer, make_model, tmp_path, cap
 
 
 def test_role_states_its_memory(make_trainer, make_model, monkeypatch, capsys):
-    from avgk_hf import trainer as module
+    from avgk_hf import training_args as module
 
     said = []
     monkeypatch.setattr(module.logger, "warning", said.append)

@@ -29,6 +29,8 @@ def arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--prevalence", metavar="DATASET|FILE", help=f"{known} (the training's)")
     pictures = "picture of size against coverage, PNG or SVG; beside it FILE_balance, what balances are worth"
     parser.add_argument("--plot", metavar="FILE", help=pictures)
+    kept = "leave the heads as training chose them, so that coverage holds exactly on images like these"
+    parser.add_argument("--keep-heads", action="store_true", help=kept)
     parser.add_argument("--out", help="folder for the calibrated model (default: write to MODEL)")
     parser.add_argument("--push", metavar="REPO", help="upload the folder of --out to the Hub")
 
@@ -41,13 +43,15 @@ def run(args: argparse.Namespace) -> None:
     from ..calibration import Calibration
     from ..classifiers import best_device, load_classifier, write_thresholds
     from ..hub import push_folder
+    from ..scope import promise
 
     model = load_classifier(args.model).to(best_device())
     split, before = read_split(args), _recorded(model.config)
     how = {"per_class": args.per_class, "give_up": args.give_up, "select_by": args.select_by}
+    how |= {"classes_from_dataset": args.classes_from_dataset, "keep_heads": args.keep_heads}
     if args.prevalence:
         how["prevalence"] = _prevalence(args, model.config)
-    metrics = measure(model, split, args, calibrate=True, classes_from_dataset=args.classes_from_dataset, **how)
+    metrics = measure(model, split, args, calibrate=True, **how)
     if not is_first_process():
         return
     if args.out:
@@ -62,6 +66,8 @@ def run(args: argparse.Namespace) -> None:
         _say_balances(calibration)
         print(f"thresholds written to {args.out or args.model}")
         _say_what_changed(before, _recorded(model.config), None if args.out else Path(args.model))
+        if (approximate := promise(Calibration.of(model.config))) is not None:
+            print(approximate)
     if args.push:
         print(push_folder(args.out, args.push))
 

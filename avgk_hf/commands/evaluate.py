@@ -134,6 +134,7 @@ def _show_sets(listed: Any, args: argparse.Namespace, name: str) -> list[Path]:
 def read_split(args: argparse.Namespace, unlabelled: bool = False) -> Any:
     """The split that is asked for, with or without labels; a folder of image files has no splits."""
     from ..data import load_splits
+    from ..data.datasets import check_split
 
     splits = load_splits(
         args.dataset,
@@ -149,8 +150,7 @@ def read_split(args: argparse.Namespace, unlabelled: bool = False) -> Any:
     name = args.split
     if len(splits) == 1 and name == "test" and "label" not in next(iter(splits.values())).column_names:
         name = next(iter(splits))
-    if name not in splits:
-        raise ValueError(f"the dataset {args.dataset!r} has no split {name!r}, only {list(splits)}: --split.")
+    check_split(splits, args.dataset, name, "--split", "--validation-per-class 20")
     if "label" not in splits[name].column_names:
         text = f"{args.dataset} has no column 'label' (another one is named with --label-column)"
         print(f"{text}, so only the sizes of the sets are evaluated.", file=sys.stderr)

@@ -52,6 +52,25 @@ def check_model(name: str, ks: list[float] = (), calibrated: bool = True, datase
         check_dataset(dataset)
 
 
+def data_arguments(parser: argparse.ArgumentParser) -> None:
+    """The dataset and how it is read, for commands that take no model."""
+    parser.add_argument("dataset", help="glyphs, a folder of images or parquet, a saved dataset, or a Hub id")
+    parser.add_argument("--image-column", default="image", help="column that holds the images (%(default)s)")
+    parser.add_argument("--label-column", default="label", help="column that holds the classes (%(default)s)")
+    parser.add_argument("--allow-outside", **ALLOW_OUTSIDE)
+
+
+def read_splits(args: argparse.Namespace) -> Any:
+    """All splits of that dataset; a folder that is not there is refused before anything heavy is imported."""
+    from ..checks import check_dataset
+
+    check_dataset(args.dataset)
+    from ..data import load_splits
+
+    columns = {"image_column": args.image_column, "label_column": args.label_column}
+    return load_splits(args.dataset, **columns, allow_outside=args.allow_outside, allow_new_classes=True)
+
+
 def label_arguments(parser: argparse.ArgumentParser) -> None:
     """How the classes of a dataset are matched to the model's."""
     labels = parser.add_mutually_exclusive_group()

@@ -56,20 +56,20 @@ def plot_runs(runs: Sequence[str | Path], out: str | Path, allow_outside: bool =
         results = read_results(run, "data")
         if "set_sizes" not in results:
             raise ValueError(f"{run} was not evaluated on a test split, so there are no set sizes to show.")
-        data = results["data"]
-        key = json.dumps(data, sort_keys=True)
+        data = data_of(run, results)
+        key = json.dumps(vars(data), sort_keys=True)
         if key not in loaded:
-            columns = data["dataset_config"], data["image_column"], data["label_column"], data["glyphs_seed"]
-            taken = data.get("validation_per_class"), data.get("split_seed", 0), False
-            loaded[key] = load_splits(data["dataset"], *columns, *taken, allow_outside, allow_new_classes=True)
-        validation, test = (loaded[key][data[f"{part}_split"]] for part in ("validation", "test"))
+            columns = data.dataset_config, data.image_column, data.label_column, data.glyphs_seed
+            taken = data.validation_per_class, data.split_seed, False
+            loaded[key] = load_splits(data.dataset, *columns, *taken, allow_outside, allow_new_classes=True)
+        validation, test = (loaded[key][getattr(data, f"{part}_split")] for part in ("validation", "test"))
         model = AvgKForImageClassification.from_pretrained(run)
         tradeoffs[name] = (model.config.calibration or {}).get("curve")  # before the curve against K calibrates anew
         sizes[name] = results["set_sizes"]["all"]
-        shots = by_shot(results["set_sizes"])
         title = f"{name}, {accuracy_of(results)}"
         files += _sheets(model, test, out / f"contact_sheet_{name}", title)
-        files += in_both_formats(set_size_histogram, out / f"set_sizes_by_shot_{name}", shots, title=title)
+        if shots := by_shot(results["set_sizes"]):
+            files += in_both_formats(set_size_histogram, out / f"set_sizes_by_shot_{name}", shots, title=title)
         curves[name] = _curve(model, validation, test)
     title = title if len(runs) == 1 else "Set sizes on test"
     files += in_both_formats(set_size_histogram, out / "set_sizes", sizes, title=title)
@@ -83,6 +83,16 @@ def plot_runs(runs: Sequence[str | Path], out: str | Path, allow_outside: bool =
     files.append(out / "accuracy_against_k.json")
     write_text(files[-1], json.dumps(curves, indent=2) + "\n")
     return files
+
+
+def data_of(run: Path, results: dict[str, Any]) -> Any:
+    """The data block that results.json recorded, by a recipe or by `AvgKTrainer(dataset_name=...)`."""
+    from ..recipes import DataArguments
+
+    known = {name: value for name, value in results["data"].items() if name in DataArguments.__dataclass_fields__}
+    if "dataset" not in known:
+        raise ValueError(f"{run}: results.json does not name the data: say `AvgKTrainer(dataset_name=...)` and train.")
+    return DataArguments(**known)
 
 
 def accuracy_of(results: dict[str, Any]) -> str:

@@ -53,6 +53,7 @@ def run(args: argparse.Namespace) -> int:
     from ..checks import check_whole
     from ..classifiers import best_device, load_classifier, transform_for
     from ..questions import Question
+    from ..scope import promise
 
     names = ("coverage", "cumulative", "lambda_val", "method", "min_size", "max_size", "balance")
     given = {name: getattr(args, name) for name in names} | {"per_class": per_class_of(args)}
@@ -62,6 +63,8 @@ def run(args: argparse.Namespace) -> int:
     model = load_classifier(args.model).to(best_device())
     calibration = Calibration.of(model.config).at(args.balance)
     answers = [(_asked(question, calibration), calibration.answer(question)) for question in questions]
+    if args.coverage is not None and (approximate := promise(calibration)) is not None:
+        print(approximate, file=sys.stderr)
     column, sizes, faults = answers[0][0][0], {asked: [] for (_, asked), _ in answers}, []
     with _output(args) as write:
         for entries, pixels in _batches(paths, transform_for(model), args.batch_size, args.on_bad_image):

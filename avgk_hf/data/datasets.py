@@ -1,6 +1,6 @@
 """The dataset contract: splits with `image`, `label` (ClassLabel) and `index`, the position in the split."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
@@ -16,6 +16,7 @@ from ..shell import printable
 
 logger = logging.get_logger(__name__)
 ON_BAD_IMAGE = ("error", "skip")
+TAKE = "validation_per_class"  # the field that takes validation images from train
 
 
 @contextmanager
@@ -71,8 +72,34 @@ def class_counts(dataset: Dataset, num_labels: int) -> np.ndarray:
     return np.bincount(labels, minlength=num_labels)
 
 
+def check_split(splits: Mapping[str, Dataset], dataset: str, name: str, option: str, take: str = "") -> None:
+    """Refuse a split that is not there, with what to do; for validation the test images are never offered.
+
+    Args:
+        splits: What `load_splits` gives.
+        dataset: Its name.
+        name: Of the split.
+        option: What names another one.
+        take: What takes validation images from train, for a part that may be taken from there.
+    """
+    if name in splits:
+        return
+    if name == "validation" and "train" in splits and take:
+        near = [other for other in splits if other.lower() in ("val", "valid", "dev")]
+        named = f", or name one with {option}" + (f" ({near[0]!r}?)" if near else "")
+        raise ValueError(
+            f"the dataset {dataset!r} has no split 'validation': {take} takes 20 images of each class from 'train'"
+            f"{named}. Test images are for the report only."
+        )
+    raise ValueError(
+        f"the dataset {dataset!r} has no split {name!r}, only {list(splits)}; name the right one with {option}."
+    )
+
+
 def split_validation(splits: DatasetDict, per_class: int, seed: int = 0) -> DatasetDict:
-    """Take a balanced validation set from train: exactly `per_class` random images of each class.
+    """Take a balanced validation set from train: `per_class` random images of each class.
+
+    A class with fewer than twice as many gives half of its images, one with a single image none.
 
     Args:
         splits: What `load_splits` gives, without a validation split.
@@ -87,22 +114,49 @@ def split_validation(splits: DatasetDict, per_class: int, seed: int = 0) -> Data
     train = splits["train"]
     names = train.features["label"].names
     counts = class_counts(train, len(names))
-    if per_class < 1 or per_class >= counts.min():
+    given = np.minimum(per_class, counts // 2)  # (L,)
+    if per_class < 1 or not given.any():
         raise ValueError(
-            f"validation_per_class={per_class} must lie in [1, {counts.min()}): the class {names[counts.argmin()]!r}"
-            f" has {counts.min()} training images, and one at least must stay."
+            f"validation_per_class={per_class} must be 1 at least, and of a class at most half the images are taken:"
+            f" the largest has {counts.max()}."
+        )
+    if (given < per_class).any():
+        logger.warning(
+            f"validation_per_class={per_class}: {(given < per_class).sum()} of {len(names)} classes have fewer than"
+            f" {2 * per_class} training images and give half of them."
         )
     labels = np.asarray(class_ids(train))
     order = np.random.default_rng(seed).permutation(len(labels))
     by_class = order[np.argsort(labels[order], kind="stable")]  # (n,), random within each class
-    starts = np.cumsum(counts) - counts
+    place = np.arange(len(labels)) - np.repeat(np.cumsum(counts) - counts, counts)  # (n,), of each within its class
     taken = np.zeros(len(labels), dtype=bool)
-    taken[by_class[(starts[:, None] + np.arange(per_class)).ravel()]] = True
-    parts = {}
-    for name, rows in (("train", ~taken), ("validation", taken)):
-        part = chosen(train, rows)
-        parts[name] = Dataset(part.data, info=part.info, split=name, indices_table=part._indices)
+    taken[by_class[place < np.repeat(given, counts)]] = True
+    parts = {"train": as_split(train, ~taken, "train"), "validation": as_split(train, taken, "validation")}
     return DatasetDict({**parts, **{name: split for name, split in splits.items() if name != "train"}})
+
+
+def as_split(dataset: Dataset, rows: np.ndarray, name: str) -> Dataset:
+    """The rows where the mask (n,) is true, numbered anew, as a split of this name."""
+    part = chosen(dataset, rows)
+    return Dataset(part.data, info=part.info, split=name, indices_table=part._indices)
+
+
+def keep_aside(validation: Dataset, seed: int = 0, least: int = 0) -> tuple[Dataset, Dataset] | None:
+    """A random half of the validation images to choose by, and the other, on which nothing is chosen, to calibrate on.
+
+    Args:
+        validation: What is divided.
+        seed: Same seed, same images.
+        least: What each half has to hold; None is returned where it would not.
+    """
+    number = len(validation) // 2
+    if number < max(least, 1):
+        return None
+    rows = np.zeros(len(validation), dtype=bool)
+    rows[np.random.default_rng(seed).permutation(len(validation))[:number]] = True
+    return as_split(validation, ~rows, str(validation.split or "validation")), as_split(
+        validation, rows, "calibration"
+    )
 
 
 def skip_bad_images(dataset: Dataset, name: str, num_workers: int = 0, report: bool = True) -> tuple[Dataset, int]:
@@ -138,13 +192,17 @@ def skip_bad_images(dataset: Dataset, name: str, num_workers: int = 0, report: b
 
 
 def _fault(row: dict[str, Any]) -> dict[str, str | None]:
-    """Why an image cannot be read, None where it can."""
+    return {"fault": image_fault(row)}
+
+
+def image_fault(row: dict[str, Any]) -> str | None:
+    """Why the image of a stored row cannot be read, None where it can."""
     stored = row["image"] or {}
     try:
         open_image(stored, name=None if stored.get("path") else f"image {row['index']}")
     except (ValueError, OSError) as error:
-        return {"fault": str(error)}
-    return {"fault": None}
+        return str(error)
+    return None
 
 
 def collate(examples: list[dict[str, Any]]) -> dict[str, Any]:

@@ -173,7 +173,7 @@ def set_size_histogram(counts: dict[str, Sequence[int]], path: str | Path, title
 
 def by_shot(set_sizes: dict[str, list[int]]) -> dict[str, list[int]]:
     """The series for few, medium and many shot classes, where there are such."""
-    return {f"{name} shot": set_sizes[name] for name in ("few", "medium", "many") if sum(set_sizes[name])}
+    return {f"{name} shot": set_sizes[name] for name in ("few", "medium", "many") if sum(set_sizes.get(name, ()))}
 
 
 def accuracy_curve(
@@ -376,3 +376,30 @@ def sweep_curve(points: Sequence[dict[str, Any]], path: str | Path, name: str) -
         else:
             axis.set_xticks(places, [whole(str(value), 20) for value in values])
     return True
+
+
+def count_bars(names: Sequence[str], counts: dict[str, np.ndarray], path: str | Path) -> None:
+    """The images of each class, most first, in every split, with the bounds of few, medium and many shot.
+
+    Args:
+        names: Of the classes; written where there are 60 at most.
+        counts: {split: images of each class (L,)}, that of the training first where it is called train.
+        path: PNG or SVG to write.
+    """
+    first = counts.get("train", next(iter(counts.values())))
+    order, places = np.argsort(-first, kind="stable"), np.arange(len(names))
+    named = len(names) <= 60
+    labels, height = ("images", "" if named else "class"), max(3.8, 0.2 * len(names)) if named else 5
+    with drawn_axis(path, *labels, height=height, names=names if named else ()) as axis:
+        width = 0.8 / len(counts)
+        for i, (split, each) in enumerate(counts.items()):
+            drawn = {"color": COLOURS[i % len(COLOURS)], "hatch": HATCHES[i % len(HATCHES)], "height": width}
+            drawn |= {"edgecolor": "0.2", "linewidth": 0.3}
+            axis.barh(places + (i - (len(counts) - 1) / 2) * width, each[order], **drawn, label=f"{split} images")
+        for bound in (20, 100):
+            axis.axvline(bound, color="0.3", linestyle=":", linewidth=1)
+        axis.set_xscale("symlog", linthresh=10)
+        axis.xaxis.set_major_formatter(lambda value, _: f"{value:g}")
+        axis.invert_yaxis()
+        if named:
+            axis.set_yticks(places, [whole(names[i]) for i in order], fontsize=7)

@@ -37,7 +37,7 @@ from ..scope import Balancing
 from ..scores import NotFinite
 from ..sets import k_key, metric_name
 from ..shell import guarded, is_secret
-from ..train import set_size_counts
+from ..statistics import set_size_counts
 from ..trainer import AvgKTrainer
 from .balances import measure_balances
 from .report import SCORES, write_comparison

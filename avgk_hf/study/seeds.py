@@ -9,10 +9,8 @@ from typing import Any
 import numpy as np
 
 from ..files import write_text
-from ..model_card import as_markdown, read_results
+from ..model_card import RESULTS, as_markdown, read_results
 from .columns import Column, as_table, columns_of
-
-RESULTS = "results.json"
 
 
 def interval(values: Sequence[float]) -> dict[str, float | int | None]:

@@ -1,0 +1,127 @@
+"""`avgk init`."""
+
+import argparse
+import json
+import os
+import shlex
+from typing import Any
+
+from ..files import refuse_link, write_text
+from .options import data_arguments, read_splits
+
+HELP = "look at a dataset and write a commented recipe for it"
+# up to so many training images: a timm model with weights on the Hub, and images in a step
+BACKBONES = ((5_000, "resnet18", 32), (50_000, "resnet50", 64), (float("inf"), "convnext_tiny", 64))
+SEEN = 20_000  # images that a short fine-tuning sees in all its epochs
+SIZES = ((10, 1.5), (50, 2), (200, 3), (float("inf"), 5))  # K for fewer classes than this
+RECIPE = """\
+# {summary}
+# written by `avgk init`; train with `avgk train {out}`, change any line, or override it: `--k 3`
+
+# model
+model: {model}  # for {images:,} training images; any name of timm.list_models(pretrained=True) will do
+pretrained: true  # its weights are downloaded once, so the first training needs the network
+image_size: {side}  # {side_reason}
+in_chans: 3  # {colour}
+objective: avgk  # or ce, plain cross-entropy: docs/which_loss.md
+k: {k:g}  # classes in a set on average, for {classes:,} classes: docs/choose_k.md
+head: auto  # validation decides which head answers
+
+# data
+{data}
+
+# training
+output_dir: {output}
+num_train_epochs: {epochs}  # so that about {seen:,} images are seen; more helps where there is time
+per_device_train_batch_size: {batch}  # {batch_reason}
+per_device_eval_batch_size: 64
+optim: adamw_torch  # with the next three lines a usual fine-tuning
+learning_rate: 3.0e-4
+lr_scheduler_type: cosine
+weight_decay: 0.05
+calibrate_k: {ks}  # sizes that can be asked for afterwards, and all between
+eval_strategy: epoch  # measured after every epoch, and the best epoch is kept
+save_strategy: epoch
+save_total_limit: 1
+load_best_model_at_end: true
+logging_strategy: epoch
+dataloader_num_workers: {workers}  # processes that read images
+seed: 0
+"""
+
+
+def arguments(parser: argparse.ArgumentParser) -> None:
+    data_arguments(parser)
+    parser.add_argument("--out", default="recipe.yaml", help="file to write, which must be new (%(default)s)")
+
+
+def run(args: argparse.Namespace) -> None:
+    if refuse_link(args.out).exists():
+        raise FileExistsError(f"{args.out} exists and is kept: name another file with --out, or remove it.")
+    text = recipe_for(read_splits(args), args)
+    write_text(args.out, text)
+    print(f"{text.partition(chr(10))[0][2:]}\nwritten to {args.out}; train with `avgk train {shlex.quote(args.out)}`")
+
+
+def recipe_for(splits: Any, args: argparse.Namespace) -> str:
+    """The recipe as text: every line that depends on the data says how."""
+    from ..data.inspection import count_images, sample_images, short_form
+
+    counts = count_images(splits)
+    if "train" not in splits:
+        raise ValueError(f"the dataset has no split 'train', only {list(splits)}: images belong in train/<class>/.")
+    images, classes = int(counts["train"].sum()), len(counts["train"])
+    sides, grey = sample_images(splits["train"])
+    side = min(224, max(64, round(sorted(sides)[len(sides) // 2] / 32) * 32))
+    model, batch = next((name, batch) for most, name, batch in BACKBONES if images <= most)
+    batch = min(batch, max(images // 8, 2))
+    reason = "the batch shares the candidate classes of AVG-K" if batch >= 16 else "few, because there are few images"
+    epochs = min(30, max(5, round(SEEN / images)))
+    k = min(next(k for most, k in SIZES if classes < most), max(classes - 1, 1) / 2 + 0.5)
+    return RECIPE.format(
+        summary=short_form(counts),
+        out=shlex.quote(args.out) if args.out.isprintable() else "RECIPE",
+        model=model,
+        images=images,
+        side=side,
+        side_reason=f"half of the images are smaller than {sorted(sides)[len(sides) // 2]} pixels; 128 trains faster",
+        colour="grey images, shown to the backbone as colour, which its weights know" if grey else "colour",
+        k=k,
+        classes=classes,
+        data=_data(splits, counts, args),
+        output=_quoted(f"runs/{os.path.splitext(os.path.basename(args.out))[0]}"),
+        epochs=epochs,
+        seen=epochs * images,
+        batch=batch,
+        batch_reason=reason,
+        ks=json.dumps([size for size in (1, 1.5, 2, 3, 5, 10) if size < classes]),
+        workers=min(4, (os.cpu_count() or 1) - 1) if images >= 500 else 0,
+    )
+
+
+def _data(splits: Any, counts: Any, args: argparse.Namespace) -> str:
+    """The data block: names in quotes, because they may hold anything."""
+    lines = [f"dataset: {_quoted(args.dataset)}"]
+    for column in ("image", "label"):
+        if (given := getattr(args, f"{column}_column")) != column:
+            lines.append(f"{column}_column: {_quoted(given)}")
+    if args.allow_outside:
+        lines.append("allow_outside: true")
+    near = [name for name in splits if name.lower() in ("val", "valid", "dev")]
+    if "validation" not in splits and near:
+        lines.append(f"validation_split: {_quoted(near[0])}")
+    elif "validation" not in splits:
+        lines.append("validation_per_class: 20  # there is no validation split: so many of each class, half at most")
+    if "test" not in splits:
+        lines.append("# no split is called test, so only validation is reported: name one with `test_split:`")
+    others = [each for name, each in counts.items() if name != "train"]
+    if any(((counts["train"] == 0) & (each > 0)).any() for each in others):
+        lines.append("allow_new_classes: true  # some classes have no training image: `avgk check` names them")
+    lines.append("calibration_split: auto  # half of validation is kept for it, where there are images enough")
+    lines.append("augmentation: timm  # random crops and flips")
+    lines.append("on_bad_image: skip  # an image that cannot be read is left out and counted")
+    return "\n".join(lines)
+
+
+def _quoted(text: str) -> str:
+    return json.dumps(text, ensure_ascii=False)

@@ -1,0 +1,174 @@
+"""What is in a dataset before anything is trained on it: classes, counts, broken or repeated images, names."""
+
+import hashlib
+import unicodedata
+from collections import defaultdict
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from datasets import Dataset, Features, Image, Value
+
+from ..images import open_image
+from ..statistics import SHOTS
+from .datasets import class_counts, class_ids, image_fault
+
+Counts = dict[str, np.ndarray]  # {split: images of each class, (L,)}
+
+
+@dataclass
+class Inspection:
+    """What `inspect` found.
+
+    Args:
+        names: Of the classes.
+        counts: {split: images of each class}.
+        problems: {kind: sentences}, only kinds of which something was found.
+    """
+
+    names: list[str]
+    counts: Counts
+    problems: dict[str, list[str]]
+
+    def as_json(self) -> dict[str, Any]:
+        """The same as plain values, with the shot table and the short form."""
+        by_class = {name: {split: int(n[i]) for split, n in self.counts.items()} for i, name in enumerate(self.names)}
+        return {
+            "summary": short_form(self.counts),
+            "classes": by_class,
+            "images": {split: int(counts.sum()) for split, counts in self.counts.items()},
+            "shots": shot_table(self.counts),
+            "problems": self.problems,
+        }
+
+
+def short_form(counts: Counts, train: str = "train") -> str:
+    """One line about the images of each class in the split to train on, and how many the other splits have.
+
+    >>> short_form({"train": np.array([200, 8, 40]), "test": np.array([5, 5, 0])})
+    '3 classes, 248 images, 8 to 200 each, 1 class with fewer than 20; test 10'
+    """
+    own = counts.get(train, next(iter(counts.values())))
+    few = int((own < SHOTS["few"][1]).sum())
+    text = f"{len(own):,} classes, {own.sum():,} images, {own.min():,} to {own.max():,} each"
+    if few:
+        text += f", {few:,} class{'es' * (few != 1)} with fewer than {SHOTS['few'][1]}"
+    others = [f"{name} {each.sum():,}" for name, each in counts.items() if each is not own]
+    return text + (f"; {', '.join(others)}" if others else "")
+
+
+def count_images(splits: Mapping[str, Dataset]) -> Counts:
+    """The images of each class in each split of `load_splits`."""
+    return {name: class_counts(split, len(split.features["label"].names)) for name, split in splits.items()}
+
+
+def shot_table(counts: Counts, train: str = "train") -> dict[str, dict[str, int]]:
+    """{few, medium, many: {"classes": number, split: images}}, by the training images of the classes.
+
+    >>> shot_table({"train": np.array([200, 8, 40]), "test": np.array([5, 5, 0])})["few"]
+    {'classes': 1, 'train': 8, 'test': 5}
+    """
+    own, table = counts.get(train, next(iter(counts.values()))), {}
+    for shot, (low, high) in SHOTS.items():
+        group = (own >= low) & (own < high)
+        table[shot] = {"classes": int(group.sum()), **{name: int(n[group].sum()) for name, n in counts.items()}}
+    return table
+
+
+def inspect(splits: Mapping[str, Dataset], train: str = "train", num_workers: int = 0) -> Inspection:
+    """Look at every image once: what would spoil a training or its numbers is found before it.
+
+    Args:
+        splits: What `load_splits(..., allow_new_classes=True)` gives.
+        train: The split to train on.
+        num_workers: Processes that read images.
+    """
+    counts = count_images(splits)
+    names = next(iter(splits.values())).features["label"].names
+    seen = {name: _looked_at(split, name, num_workers) for name, split in splits.items()}
+    problems = {
+        "broken images": [fault for rows in seen.values() for fault in rows["fault"] if fault],
+        "classes in one split only, or without training images": _in_one_split(names, counts, train),
+        "names that differ by accents, case or spaces": [" / ".join(alike) for alike in names_alike(names)],
+        **_repeated(splits, names, seen),
+    }
+    return Inspection(names, counts, {kind: found for kind, found in problems.items() if found})
+
+
+def names_alike(names: list[str]) -> list[list[str]]:
+    """The names that are the same but for accents, case, underscores and spaces, together.
+
+    >>> names_alike(["Épicéa", "epicea", "Acer_rubrum", "Acer rubrum", "Acer"])
+    [['Épicéa', 'epicea'], ['Acer_rubrum', 'Acer rubrum']]
+    """
+    groups = defaultdict(list)
+    for name in names:
+        letters = (c for c in unicodedata.normalize("NFKD", name) if not unicodedata.combining(c))
+        groups["".join(letters).casefold().replace("_", " ").replace(" ", "")].append(name)
+    return [alike for alike in groups.values() if len(alike) > 1]
+
+
+def _in_one_split(names: list[str], counts: Counts, train: str) -> list[str]:
+    """The classes with images in one of several splits only, or in none to train on."""
+    found = []
+    for i, name in enumerate(names):
+        where = [split for split, n in counts.items() if n[i]]
+        if len(counts) > 1 and where and (len(where) == 1 or train not in where):
+            found.append(f"{name} (only in {', '.join(where)})")
+    return found
+
+
+def _looked_at(split: Dataset, name: str, num_workers: int) -> dict[str, list]:
+    """Why each image cannot be read, None where it can, a digest of its file, and what to call it."""
+    found = split.cast_column("image", Image(decode=False)).map(
+        _look,
+        remove_columns=split.column_names,
+        features=Features(fault=Value("string"), digest=Value("string"), place=Value("string")),
+        num_proc=num_workers if num_workers > 1 else None,
+        desc=f"look at the images of {name}",
+    )
+    return {column: list(found[column]) for column in found.column_names}
+
+
+def _look(row: dict[str, Any]) -> dict[str, str | None]:
+    stored, fault, digest = row["image"] or {}, image_fault(row), None
+    if fault is None:
+        content = stored["bytes"] if stored.get("bytes") is not None else Path(stored["path"]).read_bytes()
+        digest = hashlib.sha256(content).hexdigest()
+    return {"fault": fault, "digest": digest, "place": stored.get("path") or f"image {row['index']}"}
+
+
+def _repeated(splits: Mapping[str, Dataset], names: list[str], seen: dict[str, dict[str, list]]) -> dict[str, list]:
+    """Images whose files are equal to the last byte, in several splits or under several classes."""
+    places = defaultdict(list)
+    for split, rows in seen.items():
+        for digest, place, label in zip(rows["digest"], rows["place"], class_ids(splits[split]), strict=True):
+            if digest:
+                places[digest].append((split, names[label], place))
+    across, classes = [], []
+    for found in places.values():
+        text = " = ".join(f"{place} ({split}, {name})" for split, name, place in found[:4])
+        if len({split for split, *_ in found}) > 1:
+            across.append(text)
+        if len({name for _, name, _ in found}) > 1:
+            classes.append(text)
+    return {"images in more than one split": across, "images under more than one class": classes}
+
+
+def sample_images(split: Dataset, number: int = 100) -> tuple[list[int], bool]:
+    """The shorter sides of some images, evenly drawn from a split, and whether all of them are grey."""
+    rows = np.unique(np.linspace(0, len(split) - 1, number).astype(int))
+    sides, grey = [], True
+    for row in split.cast_column("image", Image(decode=False)).select(rows):
+        try:
+            image = open_image(row["image"])
+        except (ValueError, OSError):  # `avgk check` names it
+            continue
+        sides.append(min(image.size))
+        pixels = np.asarray(image).astype(np.int16)
+        grey = grey and not np.abs(pixels - pixels[..., :1]).max() > 8  # JPEG is not exact
+    if not sides:
+        raise ValueError(f"none of {len(rows)} images can be read: `avgk check` names them.")
+    return sides, grey

@@ -1,0 +1,247 @@
+"""`avgk check`, `avgk init` and `avgk info`, and images kept aside for calibration: a first day with photographs."""
+
+import json
+import shutil
+from pathlib import Path
+
+import numpy as np
+import pytest
+import timm
+from PIL import Image
+
+from avgk_hf import AvgKConfig, AvgKForImageClassification, load_splits
+from avgk_hf.calibration import Calibration
+from avgk_hf.cli import main
+from avgk_hf.commands.init import BACKBONES
+from avgk_hf.data.datasets import class_counts, keep_aside, split_validation
+from avgk_hf.evaluation import evaluate
+from avgk_hf.recipes import parse_recipe
+from avgk_hf.scope import promise
+from avgk_hf.train import load_data
+from conftest import CLASSES, save_vit, write_images
+
+SHORT = "6 classes, 72 images, 4 to 30 each, 5 classes with fewer than 20; validation 30, test 30"
+
+
+@pytest.fixture
+def photographs(tmp_path):
+    """A folder with faults: a broken image, a copy in test, a copy under another class, names that are alike."""
+    folder = tmp_path / "photos"
+    write_images(folder / "train", dict.fromkeys(CLASSES, 4) | {"fir": 21}, seed=0)
+    write_images(folder / "test", {"ash": 2, "oak": 2}, seed=1)
+    (folder / "train" / "oak" / "0.png").write_bytes(b"no image")
+    shutil.copy(folder / "train" / "elm" / "1.png", folder / "train" / "fir" / "copy.png")
+    (folder / "test" / "elm" / "copy.png").write_bytes((folder / "train" / "elm" / "2.png").read_bytes())
+    names = (("train", "Épicéa [中文]"), ("train", "epicea_[中文]"), ("test", "only here"))
+    for i, (split, name) in enumerate(names):
+        (folder / split / name).mkdir()
+        pixels = np.full((24, 24, 3), i, np.uint8)
+        Image.fromarray(pixels).save(folder / split / name / "0.png")
+    return folder
+
+
+def test_check_finds_what_would_spoil_a_training(photographs, tmp_path, capsys):
+    picture = tmp_path / "counts.svg"
+    assert main(["check", str(photographs), "--json", "--plot", str(picture)]) == 1
+    found = json.loads(capsys.readouterr().out)
+    problems = found["problems"]
+    assert [len(problems[kind]) for kind in sorted(problems)] == [1, 6, 1, 1, 1], problems
+    assert "oak/0.png" in problems["broken images"][0].replace("\\", "/")
+    assert set(problems["classes in one split only, or without training images"]) == {
+        "only here (only in test)",
+        *(f"{name} (only in train)" for name in ("beech", "cedar", "fir", "Épicéa [中文]", "epicea_[中文]")),
+    }
+    assert "Épicéa [中文]" in problems["names that differ by accents, case or spaces"][0]
+    assert "(train, elm)" in problems["images in more than one split"][0]
+    assert "(test, elm)" in problems["images in more than one split"][0]
+    assert "(train, fir)" in problems["images under more than one class"][0]
+    assert found["classes"]["ash"] == {"train": 4, "test": 2} and found["images"] == {"train": 44, "test": 6}
+    assert found["shots"]["medium"] == {"classes": 1, "train": 22, "test": 0}
+    assert found["summary"] == "9 classes, 44 images, 0 to 22 each, 8 classes with fewer than 20; test 6"
+    assert "fir" in picture.read_text(encoding="utf-8") and "train images" in picture.read_text(encoding="utf-8")
+    assert main(["check", str(photographs)]) == 1
+    text = capsys.readouterr().out
+    assert text.startswith(found["summary"]) and "1 broken images:" in text and "few shot: fewer than 20" in text
+
+
+def test_check_of_sound_data(image_folder, capsys):
+    assert main(["check", str(image_folder)]) == 0
+    text = capsys.readouterr().out
+    assert text.startswith(f"{SHORT}\n")
+    assert "nothing to complain about" in text and "          30           5           5  ash\n" in text
+    assert main(["check", "./nowhere"]) == 2 and main(["check", str(image_folder), "--train-split", "dev"]) == 2
+
+
+def test_train_begins_with_the_short_form(recipe, capsys):
+    assert main(["train", str(recipe), "--max_steps", "1", "--eval_strategy", "no", "--save_strategy", "no",
+                 "--load_best_model_at_end", "false"]) == 0  # fmt: skip
+    assert f"{SHORT}\n" in capsys.readouterr().out
+
+
+def test_the_recipe_of_init_trains(image_folder, tmp_path, monkeypatch, capsys):
+    """Of a folder without validation images, with names that YAML could misread; only the weights are not loaded."""
+    monkeypatch.chdir(tmp_path)
+    photos = tmp_path / "it's: my photos #1"
+    shutil.copytree(image_folder / "train", photos / "train")
+    shutil.copytree(image_folder / "test", photos / "test")
+    assert main(["init", photos.name, "--out", "plants.yaml"]) == 0
+    assert capsys.readouterr().out.endswith("written to plants.yaml; train with `avgk train plants.yaml`\n")
+    model, data, args = parse_recipe(["plants.yaml"])
+    assert (model.model, model.pretrained, model.in_chans, model.head, model.k) == ("resnet18", True, 3, "auto", 1.5)
+    assert (model.image_size, data.dataset, data.validation_per_class) == (64, photos.name, 20)
+    assert (data.calibration_split, args.output_dir, args.calibrate_k) == ("auto", "runs/plants", [1, 1.5, 2, 3, 5])
+    assert (args.per_device_train_batch_size, args.num_train_epochs, args.load_best_model_at_end) == (9, 30, True)
+    comments = [line for line in Path("plants.yaml").read_text().splitlines() if "  # " in line]
+    assert len(comments) >= 12 and any("network" in line for line in comments)
+    small = ["--model", "test_resnet", "--pretrained", "false", "--num_train_epochs", "1", "--image_size", "32"]
+    assert main(["train", "plants.yaml", *small]) == 0
+    assert AvgKConfig.from_pretrained("runs/plants").thresholds.keys() == {"1", "1.5", "2", "3", "5"}
+    assert main(["init", photos.name, "--out", "plants.yaml"]) == 2
+    assert "plants.yaml exists and is kept" in capsys.readouterr().err
+
+
+def test_init_follows_the_data(tmp_path, capsys):
+    folder = tmp_path / "grey"
+    for split in ("train", "valid"):
+        for i in range(12):
+            (folder / split / f"{i}").mkdir(parents=True)
+            for j in range(2):
+                pixels = np.random.default_rng(i * j).integers(0, 255, (150, 170), dtype=np.uint8)
+                Image.fromarray(pixels).save(folder / split / f"{i}" / f"{j}.png")
+    assert main(["init", str(folder), "--out", str(tmp_path / "recipe.yaml")]) == 0
+    model, data, _ = parse_recipe([str(tmp_path / "recipe.yaml")])
+    text = (tmp_path / "recipe.yaml").read_text()
+    assert (model.image_size, model.k, data.validation_per_class) == (160, 2, None)
+    assert data.validation_split in ("valid", "validation")  # `datasets` may know the folder's name
+    assert "grey images" in text and "only validation is reported" in text
+    assert main(["init", str(tmp_path / "nothing"), "--out", str(tmp_path / "other.yaml")]) == 2
+
+
+def test_backbones_have_weights_on_the_hub():
+    for _, name, _ in BACKBONES:
+        assert timm.get_pretrained_cfg(name).hf_hub_id, name
+
+
+def test_info_of_a_run(trained_run, tmp_path, capsys):
+    run = shutil.copytree(trained_run, tmp_path / "run", ignore=shutil.ignore_patterns("checkpoint-*"))
+    assert main(["info", str(run), "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert found["classes"] == CLASSES and found["backbone"] == "test_resnet" and found["objective"] == "avgk"
+    assert found["can_be_asked"]["k"] == [1, 2, 3] and found["can_be_asked"]["heads"] == dict.fromkeys("123", "ml")
+    assert set(found["can_be_asked"]["coverage"]) == {"0.9", "0.95"} and found["calibrated_on"]["num_examples"] == 30
+    assert found["stale"] == [] and set(found["results"]) == {"validation", "test"}
+    assert "the checkpoint of this model was chosen" in found["promise"]
+    assert main(["info", str(run)]) == 0
+    text = capsys.readouterr().out
+    for part in ("6 (ash, beech, cedar, ...); 72 training images", "--k 1 to 3", "on 30 images of trees validation"):
+        assert part in text, text
+    config = AvgKForImageClassification.from_pretrained(run)
+    Calibration.store(config.config, {2: 0.123456}, {"num_examples": 30})
+    config.save_pretrained(run)
+    (run / "onnx").mkdir()
+    (run / "onnx" / "export.json").write_text('{"thresholds": {"2": 0.5}}')
+    assert main(["info", str(run)]) == 0
+    text = capsys.readouterr().out
+    assert "out of date   results.json (`avgk evaluate`), README.md (`avgk card`), onnx (`avgk export`)" in text
+
+
+def test_info_of_other_classifiers(tmp_path, capsys):
+    save_vit(tmp_path / "vit")
+    assert main(["info", str(tmp_path / "vit")]) == 0
+    text = capsys.readouterr().out
+    assert "ViTForImageClassification" in text and "avgk calibrate MODEL DATASET" in text and "objective" not in text
+    assert main(["info", str(tmp_path / "vit"), "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert found["classes"] == CLASSES and found["can_be_asked"]["k"] == [] and found["calibrated_on"] is None
+    assert main(["info", "./nowhere"]) == 2 and main(["info", str(tmp_path)]) == 2
+    assert "there is no model folder './nowhere'" in capsys.readouterr().err
+
+
+def test_a_missing_validation_split_is_taken_from_train(recipe, image_folder, trained_run, tmp_path, capsys):
+    """The message offers that, never the test images; of small classes half is taken."""
+    folder = tmp_path / "trees"
+    for split in ("train", "test"):
+        shutil.copytree(image_folder / split, folder / split)
+    assert main(["train", str(recipe), "--dataset", str(folder)]) == 2
+    error = capsys.readouterr().err
+    assert "`validation_per_class: 20` in the recipe takes 20 images of each class from 'train'" in error
+    assert "'test'" not in error
+    assert main(["calibrate", str(trained_run), str(folder)]) == 2
+    assert "--validation-per-class 20 takes" in capsys.readouterr().err
+    splits = split_validation(load_splits(str(folder)), 20)
+    assert class_counts(splits["validation"], 6).tolist() == [15, 7, 5, 4, 3, 2]
+    assert class_counts(splits["train"], 6).tolist() == [15, 7, 5, 4, 3, 2]
+
+
+def test_calibration_images_are_kept_aside(splits):
+    """Two random halves without a common image, where each is large enough."""
+    validation = splits["validation"]
+    chosen, kept = keep_aside(validation, 0, 15)
+    assert (str(chosen.split), str(kept.split), len(chosen), len(kept)) == ("validation", "calibration", 15, 15)
+    assert list(kept["index"]) == list(range(15))
+    files = [{image.filename for image in part["image"]} for part in (chosen, kept)]
+    assert not files[0] & files[1] and len(files[0] | files[1]) == 30
+    again, other = keep_aside(validation, 0)[1], keep_aside(validation, 1)[1]
+    assert [image.filename for image in again["image"]] == [image.filename for image in kept["image"]]
+    assert {image.filename for image in other["image"]} != files[1]
+    assert keep_aside(validation, 0, 16) is None
+
+
+def test_recipes_keep_images_aside(recipe, image_folder, monkeypatch):
+    monkeypatch.setattr("avgk_hf.train.LEAST_ASIDE", 15)
+    for how, sizes in (("none", {"validation": 30}), ("auto", {"validation": 15, "calibration": 15})):
+        _, data, args = parse_recipe([str(recipe), "--calibration_split", how])
+        used, _ = load_data(data, args)
+        assert {name: len(used[name]) for name in used if name not in ("train", "test")} == sizes
+    for wrong, message in (("test", "is used for something else"), ("dev", "has no split 'dev'")):
+        _, data, args = parse_recipe([str(recipe), "--calibration_split", wrong])
+        with pytest.raises(ValueError, match=message):
+            load_data(data, args)
+
+
+def test_a_calibration_says_what_was_chosen_on_its_images(recipe, image_folder, tmp_path, monkeypatch, capsys):
+    """Training, `avgk calibrate` and `avgk predict` say where coverage is approximate, and only there."""
+    monkeypatch.setattr("avgk_hf.train.LEAST_ASIDE", 15)
+    run, image = tmp_path / "run", str(image_folder / "test" / "oak" / "0.png")
+    options = [str(recipe), "--head", "auto", "--num_train_epochs", "1"]
+    assert main(["train", *options, "--calibration_split", "auto"]) == 0
+    assert "approximate" not in capsys.readouterr().out
+    exact = AvgKConfig.from_pretrained(run)
+    results = json.loads((run / "results.json").read_text())
+    assert exact.calibration["split"] == "calibration" and "chosen" not in exact.calibration
+    assert exact.calibration["num_examples"] == 15 and promise(Calibration.of(exact)) is None
+    assert results["validation"]["lambda_val"] == exact.thresholds["2"] == results["test"]["lambda_val"]
+    assert results["data"]["calibration_split"] == "auto"
+
+    # the same images as those that chose the checkpoint, and the head chosen on them
+    assert main(["calibrate", str(run), str(image_folder), "--coverage", "0.9"]) == 0
+    assert "coverage is approximate: the checkpoint and the head of this model were" in capsys.readouterr().out
+    assert main(["predict", str(run), image, "--coverage", "0.9"]) == 0
+    assert "coverage is approximate" in capsys.readouterr().err
+    assert main(["predict", str(run), image]) == 0
+    assert "approximate" not in capsys.readouterr().err
+    heads = AvgKConfig.from_pretrained(run).heads
+    # other images, the heads as they are
+    arguments = ["calibrate", str(run), str(image_folder), "--split", "test", "--coverage", "0.9", "--keep-heads"]
+    assert main(arguments) == 0
+    assert "approximate" not in capsys.readouterr().out and AvgKConfig.from_pretrained(run).heads == heads
+
+
+def test_kept_heads_are_not_chosen_anew(make_model, splits):
+    """Whatever head is best on the images of a calibration, `keep_heads` answers with the one of before."""
+    for head in ("ml", "sccp", "mean"):
+        model = make_model()
+        Calibration.store(model.config, {2: 0.2}, {"head": head}, heads={2: head})
+        evaluate(model, splits["validation"], [1, 3], calibrate=True, keep_heads=True)
+        found = Calibration.of(model.config)
+        assert [found.head(k) for k in (1, 2, 3)] == [head] * 3 and "chosen" not in found.source
+        assert found.source_head == head and found.levels()
+    evaluate(model, splits["validation"], [1, 3], calibrate=True)
+    assert Calibration.of(model.config).source["chosen"] == ["head"]
+
+
+@pytest.mark.parametrize("chosen", [None, 3, "head", {}, ["\x1b[2J"], []])
+def test_a_strangers_record_of_choices_is_harmless(chosen):
+    config = AvgKConfig(architecture="test_resnet", num_labels=3, k=1)
+    Calibration.store(config, {1: 0.5}, {"chosen": chosen}, coverage={"lac": {"0.9": 0.3}})
+    assert promise(Calibration.of(config)) is None
