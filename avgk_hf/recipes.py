@@ -100,7 +100,7 @@ class DataArguments:
     augmentation: str = HfArg(
         default="none", help="Random changes to training images.", metadata={"choices": list(AUGMENTATIONS)}
     )
-    cache_images: bool = HfArg(default=False, help="Keep images in memory as tensors. Needs augmentation none.")
+    cache_images: bool = HfArg(default=False, help="Keep small images in memory, as they are before they are changed.")
     on_bad_image: str = HfArg(
         default="error",
         help="Refuse an image that cannot be read, or leave it out and count it.",
@@ -116,11 +116,6 @@ class DataArguments:
     def __post_init__(self) -> None:
         """Refuse a value that could only fail later, by the field's name."""
         _check_fields(self)
-        if self.cache_images and self.augmentation != "none":
-            raise ValueError(
-                f"cache_images keeps images as they are, but augmentation={self.augmentation!r} makes new ones every"
-                " epoch: leave one of them out."
-            )
 
 
 def _check_fields(block: Any) -> None:

@@ -4,6 +4,7 @@ from pathlib import Path
 
 import pyarrow.parquet as pq
 from datasets import ClassLabel, Dataset, DatasetDict, Features, Value, load_dataset_builder, load_from_disk
+from datasets.data_files import SPLIT_KEYWORDS
 from datasets.exceptions import DatasetGenerationError
 
 from ..checks import reason_of
@@ -91,7 +92,7 @@ def _read(dataset: str, config_name: str | None, label_column: str, allow_outsid
         if saved:
             splits = load_from_disk(dataset)
         else:
-            builder = load_dataset_builder(dataset, config_name)
+            builder = load_dataset_builder(dataset, config_name, data_files=_split_files(folder))
             if not allow_outside:
                 check_builder(builder, dataset)
             builder.download_and_prepare()
@@ -106,6 +107,18 @@ def _read(dataset: str, config_name: str | None, label_column: str, allow_outsid
         reason = reason_of(error.__cause__ or error)
         raise ValueError(f"dataset {dataset!r} cannot be read ({reason}): is a file empty or broken?") from error
     return DatasetDict({str(splits.split or "train"): splits}) if isinstance(splits, Dataset) else splits
+
+
+def _split_files(folder: Path) -> dict[str, str] | None:
+    """By split the files of its folder, where a class is named like a split; None where `datasets` finds them itself.
+
+    It would take all of CIFAR-100's class `train` for training, `test/train/*.png` too.
+    """
+    places = {split: word for split, words in SPLIT_KEYWORDS.items() for word in words if (folder / word).is_dir()}
+    words = [word for words in SPLIT_KEYWORDS.values() for word in words]
+    if not any((folder / place / word).is_dir() for place in places.values() for word in words):
+        return None
+    return {str(split): f"{place}/**" for split, place in places.items()}
 
 
 def _check_parquet(folder: Path, label_column: str) -> None:

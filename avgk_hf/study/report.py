@@ -308,7 +308,8 @@ def _draw_learning(comparison: Comparison, results: list[tuple[Run, Results]], f
     """Of the longest trainings that tuned a loss the best, because a short one may end before it overfits."""
     at, longest = comparison.first_k, {}
     for loss in comparison.losses:
-        of_loss = [result for run, result in results if run.phase == "tune" and run.loss == loss]
+        phase = "tune" if comparison.searched(loss) else "final"
+        of_loss = [result for run, result in results if run.phase == phase and run.loss == loss]
         tuned = [result for result in of_loss if not result["error"] and result["k"] in (None, at)]
         if tuned:
             best = max(tuned, key=lambda result: (result["epochs"], best_of_curve(result, at)))

@@ -15,6 +15,7 @@ import threading
 import time
 from collections import defaultdict
 from collections.abc import Sequence
+from contextlib import nullcontext
 from datetime import timedelta
 from importlib.metadata import version
 from pathlib import Path
@@ -41,6 +42,7 @@ from ..trainer import AvgKTrainer
 from .report import SCORES, write_comparison
 from .spec import Comparison, Results, Run, best_of_curve, finished, num_epochs, plan, run_path
 from .training import load_trainer, measured_only
+from .variants import Kind, Variant, chosen, mirrored, to_calibrate, to_test
 
 TIMED_STEPS = 20
 
@@ -100,7 +102,11 @@ def run_trainer(
 
 
 def measure(
-    trainer: AvgKTrainer, dataset: Dataset, ks: Sequence[float], given: dict | None = None
+    trainer: AvgKTrainer,
+    dataset: Dataset,
+    ks: Sequence[float],
+    given: dict | None = None,
+    variants: dict[Kind, Variant] | None = None,
 ) -> dict[str, Evaluation]:
     """Every score of every head in one pass over a dataset.
 
@@ -109,6 +115,7 @@ def measure(
         dataset: Prepared images.
         ks: Average set sizes.
         given: {score: {head: {K: lambda_val}}}; None to calibrate.
+        variants: What else is collected in the same pass.
 
     Returns:
         {score: evaluation}.
@@ -118,16 +125,21 @@ def measure(
         kind: Evaluation(config, len(dataset), ks, given is None, score=kind, thresholds=given and given[kind])
         for kind in dict.fromkeys((config.score, *SCORES))
     }
-    trainer.collect(list(found.values()), trainer.get_eval_dataloader(dataset))
+    variants = variants or {}
+    flip = any(variant.flip for variant in variants.values())
+    with mirrored(trainer.model) if flip else nullcontext():
+        trainer.collect([*found.values(), *variants.values()], trainer.get_eval_dataloader(dataset))
     return found
 
 
 def _test_weights(trainer: AvgKTrainer, test: Dataset, ks: Sequence[float]) -> dict[str, Any]:
     """Calibrate the trainer's model on validation and evaluate it on test: each once, for all K, heads and scores."""
     config = trainer.model.config
-    validation = measure(trainer, trainer.eval_dataset, ks)
+    calibrated = to_calibrate(config, len(trainer.eval_dataset), ks)
+    validation = measure(trainer, trainer.eval_dataset, ks, variants=calibrated)
     thresholds = {kind: evaluation.lambdas() for kind, evaluation in validation.items()}
-    tested = measure(trainer, prepare(test, config), ks, thresholds)
+    evaluated = to_test(config, len(test), ks, calibrated)
+    tested = measure(trainer, prepare(test, config), ks, thresholds, evaluated)
     own = validation[config.score]
     heads = {k: config.head if config.head != "auto" else own.best_head(k) for k in ks}
     sizes = {k: set_size_counts(tested[config.score].statistics[heads[k]], k, config.train_counts) for k in ks}
@@ -137,6 +149,7 @@ def _test_weights(trainer: AvgKTrainer, test: Dataset, ks: Sequence[float]) -> d
         "validation": _nested(validation),
         "test": _nested(tested),
         "set_sizes": {k_key(k): found for k, found in sizes.items()},
+        "variants": chosen(calibrated, evaluated),
     }
 
 
