@@ -239,11 +239,12 @@ class AvgKForImageClassification(PreTrainedModel):
 
     def forward(
         self,
-        pixel_values: Tensor,
+        pixel_values: Tensor | None = None,
         labels: Tensor | None = None,
         index: Tensor | None = None,
         output_hidden_states: bool | None = None,
         return_dict: bool | None = None,
+        features: Tensor | None = None,
         **kwargs: Any,
     ) -> AvgKOutput | tuple:
         """Compute both heads' logits, and the objective's loss where labels are given.
@@ -254,16 +255,17 @@ class AvgKForImageClassification(PreTrainedModel):
             index: Position of each image in the training set (B,), for objectives that keep state per image.
             output_hidden_states: Also return the backbone's intermediate feature maps.
             return_dict: False for a plain tuple.
+            features: What `features` gave for the images (B, d), in their place.
             kwargs: Ignored, so that callers may pass what other models take.
         """
-        self._check_pixels(pixel_values)
-        pixel_values = self._match_channels(pixel_values.to(self.device, self.dtype))
         hidden_states = None
-        if output_hidden_states if output_hidden_states is not None else self.config.output_hidden_states:
-            last, hidden_states = self.backbone.forward_intermediates(pixel_values)
+        if features is not None:
+            features = features.to(self.device, self.dtype)
+        elif output_hidden_states if output_hidden_states is not None else self.config.output_hidden_states:
+            last, hidden_states = self.backbone.forward_intermediates(self._pixels(pixel_values))
             features, hidden_states = self.backbone.forward_head(last), tuple(hidden_states)
         else:
-            features = self.backbone(pixel_values)  # (B, d)
+            features = self.features(pixel_values)
         logits, second = self.ml_head(features), None if self.sccp_head is None else self.sccp_head(features)
         heads = {"logits": logits, "sccp_logits": second}
         loss = None if labels is None else self._objective()(AvgKOutput(**heads), labels, index)
@@ -273,6 +275,14 @@ class AvgKForImageClassification(PreTrainedModel):
         output = AvgKOutput(loss=loss, **heads, hidden_states=hidden_states)
         return_dict = self.config.return_dict if return_dict is None else return_dict
         return output if return_dict else output.to_tuple()
+
+    def features(self, pixel_values: Tensor) -> Tensor:
+        """The backbone's pooled features (B, d) of images (B, C, H, W), which the heads take."""
+        return self.backbone(self._pixels(pixel_values))
+
+    def _pixels(self, pixel_values: Tensor) -> Tensor:
+        self._check_pixels(pixel_values)
+        return self._match_channels(pixel_values.to(self.device, self.dtype))
 
     def _check_pixels(self, pixel_values: Tensor) -> None:
         """Refuse what is no batch of prepared images."""

@@ -101,6 +101,9 @@ class DataArguments:
         default="none", help="Random changes to training images.", metadata={"choices": list(AUGMENTATIONS)}
     )
     cache_images: bool = HfArg(default=False, help="Keep small images in memory, as they are before they are changed.")
+    cache_features: bool = HfArg(
+        default=False, help="Compute the features of a frozen backbone once, and keep them in a file."
+    )
     on_bad_image: str = HfArg(
         default="error",
         help="Refuse an image that cannot be read, or leave it out and count it.",
@@ -116,6 +119,11 @@ class DataArguments:
     def __post_init__(self) -> None:
         """Refuse a value that could only fail later, by the field's name."""
         _check_fields(self)
+        if self.cache_features and self.augmentation != "none":
+            raise ValueError(
+                f"cache_features keeps what the backbone says of an image, but augmentation={self.augmentation!r}"
+                " makes new ones every epoch: leave one of them out."
+            )
 
 
 def _check_fields(block: Any) -> None:

@@ -20,6 +20,7 @@ from . import __version__
 from .checkpoints import where_to_go_on
 from .data import class_counts, load_splits, prepare, skip_bad_images
 from .data.classes import check_new_classes
+from .features import Features, cached_features
 from .files import check_output_dir, write_text
 from .model_card import hyperparameters, plain_metrics
 from .modeling import AvgKForImageClassification
@@ -114,6 +115,21 @@ def load_data(
     return used, skipped
 
 
+def as_input(
+    split: Dataset,
+    model: AvgKForImageClassification,
+    data_args: DataArguments,
+    args: AvgKTrainingArguments,
+    augmentation: str = "none",
+    keep: bool = True,
+) -> Dataset | Features:
+    """A split as the model takes it: images, kept in memory where the recipe says so, or their features."""
+    if not data_args.cache_features:
+        return prepare(split, model.config, augmentation, keep and data_args.cache_images)
+    with args.main_process_first(desc="compute features"):  # the others find them
+        return cached_features(model.to(args.device), split, args.per_device_train_batch_size)
+
+
 def make_trainer(
     model_args: ModelArguments,
     data_args: DataArguments,
@@ -127,14 +143,16 @@ def make_trainer(
             f"cache_images keeps images in this process, but dataloader_num_workers={args.dataloader_num_workers}"
             " processes read them: set `dataloader_num_workers: 0`."
         )
+    if data_args.cache_features and not model_args.freeze_backbone:
+        raise ValueError("cache_features is for a backbone that does not learn: set `freeze_backbone: true` too.")
     set_seed(args.seed)
     model = build_model(model_args, data["train"].features["label"].names)
     return AvgKTrainer(
         model=None if model_init else model,
         model_init=model_init,
         args=args,
-        train_dataset=prepare(data["train"], model.config, data_args.augmentation, data_args.cache_images),
-        eval_dataset=prepare(data["validation"], model.config, keep=data_args.cache_images),
+        train_dataset=as_input(data["train"], model, data_args, args, data_args.augmentation),
+        eval_dataset=as_input(data["validation"], model, data_args, args),
         # a local folder goes into config and card by its name only: they are made to be shared
         dataset_name=Path(data_args.dataset).name if Path(data_args.dataset).exists() else data_args.dataset,
     )
@@ -172,7 +190,7 @@ def run(
     if skipped:
         results["skipped"] = skipped
     if "test" in used:
-        test = prepare(used["test"], config)
+        test = as_input(used["test"], trainer.model, data_args, args, keep=False)
         results["test"] = plain_metrics(trainer.evaluate(test, metric_key_prefix="test"), "test_")
         results["set_sizes"] = set_size_counts(trainer.statistics(config.k), config.k, config.train_counts)
     trainer.save_model()

@@ -122,6 +122,7 @@ class AvgKTrainer(CheckpointTrainer):
         for name, dataset in (("train_dataset", train), ("eval_dataset", validation)):
             if dataset is not None and has_length(dataset) and len(dataset) == 0:
                 raise ValueError(f"{name} is empty.")
+            dataset = getattr(dataset, "images", dataset)  # those that features stand for
             if isinstance(dataset, datasets.Dataset) and "label" in dataset.column_names:
                 counts = class_counts(dataset, config.num_labels)
                 if name == "train_dataset":
@@ -378,8 +379,9 @@ class AvgKTrainer(CheckpointTrainer):
 
 
 def _forward(model: nn.Module, inputs: Mapping[str, Any]) -> Any:
+    given = {name: inputs[name] for name in ("pixel_values", "features") if name in inputs}
     # whatever the config says, nobody here reads the hidden states
-    return model(pixel_values=inputs["pixel_values"], output_hidden_states=False, return_dict=True)
+    return model(**given, output_hidden_states=False, return_dict=True)
 
 
 def _state_memory(config: AvgKConfig, num_examples: int, args: AvgKTrainingArguments) -> None:

@@ -11,15 +11,19 @@ from ..checks import reason_of
 from .boundary import check_builder, check_folder, check_images
 from .cifar import is_cifar_archive, load_cifar
 from .classes import check_new_classes, nfc, with_classes
+from .cub import is_cub, load_cub
 from .datasets import contract, split_validation
 from .glyphs import load_glyphs
 from .plantnet import is_plantnet, load_plantnet
+from .tiny_imagenet import is_tiny_imagenet, load_tiny_imagenet
 
 MOST_CLASSES = 1_000_000
 # archives as their authors publish them: how each is known, and what reads it for a column of classes
 ARCHIVES = (
     (is_cifar_archive, lambda folder, column: load_cifar(folder, coarse=column == "coarse_label")),
     (is_plantnet, lambda folder, column: load_plantnet(folder)),
+    (is_cub, lambda folder, column: load_cub(folder)),
+    (is_tiny_imagenet, lambda folder, column: load_tiny_imagenet(folder)),
 )
 
 
@@ -39,7 +43,8 @@ def load_splits(
 
     Args:
         dataset: `glyphs` (generated), a folder (images in `split/class/`, parquet files, written by `save_to_disk`,
-            or the unpacked archive of CIFAR-100 or Pl@ntNet-300K), or the id of a dataset on the Hub.
+            or the unpacked archive of CIFAR-100, Pl@ntNet-300K, CUB-200-2011 or Tiny ImageNet), or the id of a
+            dataset on the Hub.
         config_name: Configuration of a Hub dataset.
         image_column: Its column of images.
         label_column: Its column of classes: ClassLabel, text, or whole numbers from 0.
