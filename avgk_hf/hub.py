@@ -10,6 +10,7 @@ from typing import Any
 from huggingface_hub import CommitOperationAdd, HfApi
 from transformers.utils import logging
 
+from .averaging import LAST_WEIGHTS
 from .calibration import FILE
 from .checks import read_json
 from .classifiers import CARRIED, carried_code
@@ -24,7 +25,7 @@ logger = logging.get_logger(__name__)
 PUSHED = ("*.safetensors", "*.safetensors.index.json", "config.json", FILE, "preprocessor_config.json", "README.md")
 PUSHED += ("*.png", "*.svg")
 OBJECTIVE_STATE = "objective.safetensors"  # of a loss, in a checkpoint
-NOT_PUSHED = (OBJECTIVE_STATE, ".*")
+NOT_PUSHED = (OBJECTIVE_STATE, LAST_WEIGHTS, ".*")
 HERE = "  # the folder of this card, seen from the one that holds it"  # where a card names no Hub id
 NEEDED = ("config.json", "model*.safetensors*", "adapter_model.safetensors")
 

@@ -121,8 +121,8 @@ class DataArguments:
         _check_fields(self)
         if self.cache_features and self.augmentation != "none":
             raise ValueError(
-                f"cache_features keeps what the backbone says of an image, but augmentation={self.augmentation!r}"
-                " makes new ones every epoch: leave one of them out."
+                f"cache_features keeps what the backbone says of an image, but"
+                f" augmentation={self.augmentation!r} makes new ones every epoch: leave one of them out."
             )
 
 

@@ -38,7 +38,7 @@ logger = logging.get_logger(__name__)
 TRAINED = ("num_train_epochs", "max_steps", "per_device_train_batch_size", "gradient_accumulation_steps", "world_size")
 TRAINED += ("optim", "optim_args", "learning_rate", "lr_scheduler_type", "lr_milestones", "lr_gamma", "warmup_steps")
 TRAINED += ("weight_decay", "decay_all", "max_grad_norm", "bf16", "fp16", "early_stopping_patience")
-TRAINED += ("metric_for_best_model",)
+TRAINED += ("metric_for_best_model", "ema_decay")
 
 
 def build_model(arguments: ModelArguments, names: list[str]) -> AvgKForImageClassification:

@@ -263,7 +263,8 @@ class AvgKTrainer(CheckpointTrainer):
             raise ValueError(f"calibrate=True: thresholds come from one dataset, not from {list(eval_dataset)}.")
         self._calibrating = eval_dataset is None if calibrate is None else calibrate
         try:
-            metrics = super().evaluate(eval_dataset, ignore_keys, metric_key_prefix)
+            with self.averaged():
+                metrics = super().evaluate(eval_dataset, ignore_keys, metric_key_prefix)
         finally:
             self._calibrating = False
         if not several:

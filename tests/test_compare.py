@@ -349,11 +349,23 @@ def test_kept_images_give_the_same_model(recipe, tmp_path):
     assert found[head][2]["average_k_accuracy"] == metrics["eval_average_k_accuracy"]
 
 
-def test_images_that_change_cannot_be_kept(recipe, splits, make_model):
-    with pytest.raises(ValueError, match="leave one of them out"):
-        parse_recipe([str(recipe), "--cache_images", "true", "--augmentation", "timm"])
-    with pytest.raises(ValueError, match="none can be kept"):
-        prepare(splits["train"], make_model().config, "timm", keep=True)
+@pytest.mark.parametrize("augmentation", ["timm", "resize_crop", "pad_crop_flip"])
+def test_kept_images_are_changed_as_others_are(augmentation, splits, make_model):
+    """What is kept is the image before the first random change, and it stays as it is."""
+    both = [prepare(splits["train"], make_model().config, augmentation, keep=keep) for keep in (False, True)]
+    seen = []
+    for epoch in (0, 1, 0):
+        for images in both:
+            images.format["format_kwargs"]["transform"].seed(7, epoch)
+        fresh, kept = (torch.stack(images[:8]["pixel_values"]) for images in both)
+        assert torch.equal(fresh, kept)
+        seen.append(kept)
+    assert torch.equal(seen[0], seen[2])
+    assert torch.equal(seen[0], seen[1]) == (augmentation == "resize_crop")  # these are resized to what is cropped
+    assert len(both[1].format["format_kwargs"]["transform"].kept) == 8
+
+
+def test_kept_images_belong_to_one_process(recipe):
     blocks = parse_recipe([str(recipe), "--cache_images", "true", "--dataloader_num_workers", "2"])
     with pytest.raises(ValueError, match="dataloader_num_workers=2"):
         make_trainer(*blocks, load_splits(blocks[1].dataset))

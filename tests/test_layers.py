@@ -16,7 +16,7 @@ LAYERS = [
     "backbones weights configuration data",
     "monitor pipeline modeling auto",
     "classifiers evaluation features metrics",
-    "training_args hub model_card checkpoints predictions trainer export app",
+    "averaging training_args hub model_card checkpoints predictions trainer export app",
     "recipes study.columns study.seeds study.plots train"
     " study.spec study.training study.variants study.report study.runner study.sweep",
     "commands cli",
