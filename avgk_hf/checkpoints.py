@@ -44,6 +44,7 @@ logger = logging.get_logger(__name__)
 LOG = "train.log"
 HOOKS = {  # the private methods of Trainer that are overridden, and why nothing public will do
     "_save_checkpoint": "a checkpoint is written aside and takes its place when it is complete",
+    "_get_grad_norm": "the gradients of a frozen backbone are not looked for in every step",
     "_load_from_checkpoint": "thresholds and the state of the objective come back with the weights",
     "_load_best_model": "thresholds come back with the best weights, before a callback sees the model",
     "_issue_warnings_after_load": "weights that do not fit exactly are refused, not warned about",
@@ -151,6 +152,9 @@ class CheckpointTrainer(Trainer):
             + f"; max_grad_norm={args.max_grad_norm:g} and warmup_steps={args.warmup_steps:g} matter too."
             f" {where_to_go_on(args.output_dir)}"
         )
+
+    def _get_grad_norm(self, model: nn.Module, grad_norm: Any = None) -> Any:
+        return super()._get_grad_norm(self.model.learning() if model is self.model else model, grad_norm)
 
     def save_state(self) -> None:
         """As in `Trainer`, not through a link."""

@@ -14,9 +14,8 @@ from .averaging import LAST_WEIGHTS
 from .calibration import FILE
 from .checks import read_json
 from .classifiers import CARRIED, carried_code
-from .configuration import AvgKConfig
+from .configuration import AvgKConfig, code_files
 from .files import leads_out
-from .modeling import code_files
 from .shell import masked
 from .weights import check_folder
 

@@ -14,13 +14,12 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 from transformers import initialization as init
-from transformers.dynamic_module_utils import get_relative_import_files
 from transformers.models.auto.modeling_auto import MODEL_FOR_IMAGE_CLASSIFICATION_MAPPING_NAMES
 from transformers.utils import ModelOutput
 
 from .backbones import create_backbone, feature_width
 from .calibration import Calibration, load_details
-from .configuration import AvgKConfig, installed_losses
+from .configuration import AvgKConfig, code_files, installed_losses, processor_config
 from .files import copy_file, make_folder, replacing, write_text
 from .pipeline import AverageKImageClassificationPipeline  # noqa: F401  (so that it travels with this file)
 from .questions import Question
@@ -228,10 +227,25 @@ class AvgKForImageClassification(PreTrainedModel):
 
     def train(self, mode: bool = True) -> "AvgKForImageClassification":
         """As in the base class; a frozen backbone stays in evaluation mode."""
-        super().train(mode)
-        if getattr(self, "_backbone_frozen", False):
+        learning = self.learning()
+        if learning is self or self.backbone.training:
+            super().train(mode)
+        else:
+            learning.train(mode)
+            self.training = mode
+        if getattr(self, "_backbone_frozen", False) and self.backbone.training:
             self.backbone.eval()
         return self
+
+    def learning(self) -> nn.Module:
+        """What learns: the heads of a model whose backbone is frozen, so that no step walks through the rest."""
+        if not getattr(self, "_backbone_frozen", False) or getattr(self, "_hf_peft_config_loaded", False):
+            return self
+        return nn.ModuleList([self.ml_head, *([] if self.sccp_head is None else [self.sccp_head])])
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """As in the base class."""
+        nn.Module.zero_grad(self.learning(), set_to_none)
 
     def _set_gradient_checkpointing(self, enable: bool = True, *args: Any, **kwargs: Any) -> None:
         self.backbone.set_grad_checkpointing(enable)
@@ -384,14 +398,3 @@ class AvgKForImageClassification(PreTrainedModel):
     def _needed_heads(self) -> set[str]:
         calibration = Calibration.of(self.config)
         return {calibration.head(k) for k in calibration.ks} if self.config.head == "auto" else {self.config.head}
-
-
-def code_files(first: str = "modeling.py") -> dict[str, Path]:
-    """What a saved model carries as remote code: the first file and those it needs, by name."""
-    path = Path(__file__).with_name(first)
-    return {Path(file).name: Path(file) for file in (path, *get_relative_import_files(path))}
-
-
-def processor_config(config: AvgKConfig) -> dict[str, Any]:
-    """What preprocessor_config.json holds, from which the image processor is made."""
-    return {name: getattr(config, name) for name in ("image_processor_type", "architecture", "pretrained_cfg")}
