@@ -84,6 +84,9 @@ def test_a_miniature(config, tmp_path, capsys):
                 assert kept["validation"]["softmax"]["ml"][k]["average_k_accuracy"] == of_epoch[k]
                 assert sum(kept["set_sizes"][k]["all"]) == result["images"]["test"] == 36
                 assert kept["validation"]["sigmoid"]["ml"][k]["mean_set_size"] == pytest.approx(float(k), abs=0.05)
+                plain = kept["variants"]["none"]["ml"][k]  # the same weights in the same pass
+                assert plain["test"].items() <= kept["test"]["softmax"]["ml"][k].items()
+                assert kept["variants"]["temperature"]["ml"][k]["validation"] >= plain["validation"]
 
     # the choice is that of validation, and a training that does not depend on K serves every K with the same choice
     comparison = read_comparison(str(config), overrides=["--dataset", str(folder)])
@@ -125,6 +128,7 @@ def test_a_miniature(config, tmp_path, capsys):
         "In short",
         "Which head answers",
         "Which score is thresholded",
+        "What else the same weights answer",
         "Trained for one K, calibrated for another",
     ):
         assert f"## {title}" in text
@@ -138,6 +142,9 @@ def test_a_miniature(config, tmp_path, capsys):
     assert {path: path.stat().st_mtime_ns for path in (out / "runs").iterdir()} == times
     config.write_text(config.read_text().replace("seeds: 2", "seeds: 3"))
     capsys.readouterr()
+    assert main([*command, "--so-far"]) == 0  # a report of what there is
+    planned = len(plan(read_comparison(str(config), overrides=["--dataset", str(folder)])))
+    assert f"**{len(runs)} of {planned} trainings are finished" in capsys.readouterr().out
     assert main([*command, "--dry-run", "--workers", "2"]) == 0
     printed = capsys.readouterr().out
     assert f"{len(runs)} of them finished" in printed and "estimated from the" in printed
