@@ -1,4 +1,4 @@
-"""timm models by name: what a config may say about them, how they are built, and `densenet40_40_cifar`.
+"""timm models by name: what a config may say about them, how they are built, and two for CIFAR.
 
 A config comes from strangers, so it may name a registered architecture and arguments that shape it, and nothing else:
 no address, no path, no weights. Like the model, this file travels with a saved model as remote code.
@@ -16,6 +16,7 @@ import torch
 from timm.models import build_model_with_cfg, generate_default_cfgs, register_model
 from timm.models._features import feature_take_indices
 from timm.models.densenet import DenseNet
+from timm.models.resnet import BasicBlock, ResNet
 from torch import Tensor, nn
 from torch.nn.modules import module as torch_module
 
@@ -206,19 +207,28 @@ def feature_width(backbone: nn.Module) -> int:
     return (not has_neck and getattr(backbone, "head_hidden_size", None)) or backbone.num_features
 
 
+OF_CIFAR = {
+    "num_classes": 100,
+    "input_size": (3, 32, 32),
+    "crop_pct": 1.0,
+    "interpolation": "bilinear",
+    "mean": (0.5071, 0.4865, 0.4409),
+    "std": (0.2673, 0.2564, 0.2762),
+}
 default_cfgs = generate_default_cfgs(
     {
         "densenet40_40_cifar.untrained": {
-            "num_classes": 100,
-            "input_size": (3, 32, 32),
+            **OF_CIFAR,
             "pool_size": (8, 8),
-            "crop_pct": 1.0,
-            "interpolation": "bilinear",
-            "mean": (0.5071, 0.4865, 0.4409),
-            "std": (0.2673, 0.2564, 0.2762),
             "first_conv": "features.conv0",
             "classifier": "classifier",
-        }
+        },
+        "resnet10_cifar.untrained": {
+            **OF_CIFAR,
+            "pool_size": (2, 2),
+            "first_conv": "conv1",
+            "classifier": "fc",
+        },
     }
 )
 
@@ -278,3 +288,26 @@ def densenet40_40_cifar(pretrained: bool = False, **kwargs: Any) -> DenseNet:
         feature_cfg={"out_indices": (0, 1, 2, 3), "flatten_sequential": True},
         **kwargs,
     )
+
+
+class CifarResNet(ResNet):
+    """timm's ResNet with a stem for small images: one 3 x 3 convolution with stride 2, and no pooling.
+
+    All arguments are those of `ResNet`; the stem has 2 x `stem_width` channels.
+    """
+
+    def __init__(self, in_chans: int = 3, stem_width: int = 12, **kwargs: Any) -> None:
+        super().__init__(in_chans=in_chans, stem_width=stem_width, stem_type="deep", **kwargs)
+        place = {name: kwargs.get(name) for name in ("device", "dtype")}
+        self.conv1 = nn.Conv2d(in_chans, 2 * stem_width, 3, stride=2, padding=1, bias=False, **place)
+        nn.init.kaiming_normal_(self.conv1.weight, mode="fan_out", nonlinearity="relu")  # as timm's
+        self.maxpool = nn.Identity()
+        for i, info in enumerate(self.feature_info):
+            info["reduction"] = 2 ** max(1, i)  # the first stage keeps the stem's resolution
+
+
+@register_model
+def resnet10_cifar(pretrained: bool = False, **kwargs: Any) -> ResNet:
+    """A ResNet of 10 layers and 0.7 million weights for 32 x 32 images, which a processor trains in minutes."""
+    shape = {"block": BasicBlock, "layers": (1, 1, 1, 1), "channels": (24, 48, 96, 192)}
+    return build_model_with_cfg(CifarResNet, "resnet10_cifar", pretrained, **{**shape, **kwargs})

@@ -9,7 +9,7 @@ import os
 import re
 import shutil
 from collections.abc import Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -32,6 +32,7 @@ from transformers.trainer_utils import (
 )
 from transformers.utils import logging
 
+from .averaging import WeightAverage, check_average
 from .checks import read_json
 from .data.transforms import ImageTransform
 from .files import UNFINISHED, check_output_dir, fresh_folder, make_folder, new_file, open_log, replacing
@@ -46,6 +47,7 @@ logger = logging.get_logger(__name__)
 LOG = "train.log"
 HOOKS = {  # the private methods of Trainer that are overridden, and why nothing public will do
     "_save_checkpoint": "a checkpoint is written aside and takes its place when it is complete",
+    "_get_grad_norm": "the gradients of a frozen backbone are not looked for in every step",
     "_load_from_checkpoint": "thresholds and the state of the objective come back with the weights",
     "_load_best_model": "thresholds come back with the best weights, before a callback sees the model",
     "_issue_warnings_after_load": "weights that do not fit exactly are refused, not warned about",
@@ -67,9 +69,15 @@ class CheckpointTrainer(Trainer):
         self._resumed: TrainerState | None = None
         self._epochs = self._steps_per_epoch = None
         look_for_unused(args, kwargs.get("model"))
-        super().__init__(args=args, callbacks=[GoingOn(self), *(callbacks or [])], **kwargs)
+        self.average = WeightAverage(args.ema_decay) if args.ema_decay else None
+        own = [GoingOn(self), *([self.average] if self.average else [])]
+        super().__init__(args=args, callbacks=[*own, *(callbacks or [])], **kwargs)
         print_lines(self)
         self.add_callback(LogFile())
+
+    def averaged(self) -> AbstractContextManager:
+        """Meanwhile the model has the average of its weights, where there is one and training goes on."""
+        return self.average.applied(self.model) if self.average else nullcontext()
 
     def train(self, resume_from_checkpoint: str | bool | None = None, *args: Any, **kwargs: Any) -> Any:
         """As in `Trainer`.
@@ -125,7 +133,8 @@ class CheckpointTrainer(Trainer):
         args = self.args
         model_size = sum(value.nbytes for value in self.model.state_dict().values())
         trained = [p for p in (*self.model.parameters(), *self.criterion.parameters()) if p.requires_grad]
-        size = model_size + optimizer_states(args) * sum(parameter.nbytes for parameter in trained)
+        size = model_size * (2 if self.average else 1)
+        size += optimizer_states(args) * sum(parameter.nbytes for parameter in trained)
         size += sum(value.nbytes for value in self.criterion.state_dict().values())
         planned = 1
         if args.save_strategy in (SaveStrategy.STEPS, SaveStrategy.EPOCH) and has_length(self.train_dataset):
@@ -148,6 +157,9 @@ class CheckpointTrainer(Trainer):
             + f"; max_grad_norm={args.max_grad_norm:g} and warmup_steps={args.warmup_steps:g} matter too."
             f" {where_to_go_on(args.output_dir)}"
         )
+
+    def _get_grad_norm(self, model: nn.Module, grad_norm: Any = None) -> Any:
+        return super()._get_grad_norm(self.model.learning() if model is self.model else model, grad_norm)
 
     def save_state(self) -> None:
         """As in `Trainer`, not through a link."""
@@ -215,7 +227,10 @@ class CheckpointTrainer(Trainer):
             self.accelerator.wait_for_everyone()
             args.output_dir, args.push_to_hub = str(unfinished), False
             written = Path(self._get_output_dir(trial)) / name
-            super()._save_checkpoint(model, trial)
+            with self.averaged():
+                super()._save_checkpoint(model, trial)
+            if self.average and args.should_save:
+                self.average.save(self.model, written)
             if self.state.best_model_checkpoint == str(written):
                 self.state.best_model_checkpoint = str(final)
             self.accelerator.wait_for_everyone()  # each has its random state there
@@ -252,7 +267,10 @@ class CheckpointTrainer(Trainer):
         os.replace(written, final)
 
     def _load_from_checkpoint(self, resume_from_checkpoint: str, model: nn.Module | None = None) -> None:
+        check_average(Path(resume_from_checkpoint), self.average is not None)
         super()._load_from_checkpoint(resume_from_checkpoint, model)
+        if self.average:
+            self.average.load(self.model, Path(resume_from_checkpoint))
         self._load_calibration(resume_from_checkpoint)
         if self.criterion.state_dict():
             self.criterion.load_state_dict(load_file(Path(resume_from_checkpoint) / OBJECTIVE_STATE))

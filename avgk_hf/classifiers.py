@@ -21,11 +21,11 @@ from transformers import (
 from .backbones import bounded, check_architecture, check_model_args, known_cfg
 from .calibration import FIELDS, Calibration
 from .checks import check_nesting, model_folder, read_json
-from .configuration import CUSTOM_PIPELINES, AvgKConfig, check_dtype, check_labels, readable_json
+from .configuration import CUSTOM_PIPELINES, AvgKConfig, check_dtype, check_labels, code_files, readable_json
 from .data.transforms import ImageTransform, ProcessorTransform
 from .details import load_details, save_details
 from .files import copy_file, write_text
-from .modeling import AvgKForImageClassification, code_files
+from .modeling import AvgKForImageClassification
 from .pipeline import TASK, check_processor
 from .weights import check_folder, refuse_adapter, without_bars
 

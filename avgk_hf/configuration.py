@@ -14,6 +14,7 @@ import torch
 from huggingface_hub.dataclasses import strict
 from huggingface_hub.errors import StrictDataclassError
 from transformers import PreTrainedConfig
+from transformers.dynamic_module_utils import get_relative_import_files
 from transformers.utils import logging
 
 from .backbones import MOST_LABELS, check_architecture, check_model_args, known_cfg
@@ -331,3 +332,14 @@ def readable_json(content: dict[str, Any]) -> str:
 
     parts = [f"  {json.dumps(key)}: {lines(content[key], '  ')}" for key in sorted(content)]
     return "{\n" + ",\n".join(parts) + "\n}\n"
+
+
+def processor_config(config: AvgKConfig) -> dict[str, Any]:
+    """What preprocessor_config.json holds, from which the image processor is made."""
+    return {name: getattr(config, name) for name in ("image_processor_type", "architecture", "pretrained_cfg")}
+
+
+def code_files(first: str = "modeling.py") -> dict[str, Path]:
+    """What a saved model carries as remote code: the first file and those it needs, by name."""
+    path = Path(__file__).with_name(first)
+    return {Path(file).name: Path(file) for file in (path, *get_relative_import_files(path))}

@@ -128,14 +128,12 @@ def evaluate(
     check_asked(labelled, calibrate, monitor is not None, coverage is not None or special, balancing)
     dataset, skipped = _readable(dataset, dataset_name, on_bad_image, **run)
     dataset, classes = align_classes(dataset, model.config, labels, calibrate, classes_from_dataset)
-    monitor = monitor or (
-        None if labelled else SetSizeMonitor.from_config(model.config, *list(k)[:1], balance=balance)
-    )
-    how = {"method": method, "per_class": per_class, "classes": classes, "balance": None if calibrate else balance}
+    if not labelled and monitor is None:
+        monitor = SetSizeMonitor.from_config(model.config, *list(k)[:1], balance=balance)
+    how = {"method": method, "per_class": per_class, "classes": classes, "keep_heads": keep_heads}
     if calibrate:
-        own = calibrated_balances(model, dataset, classes, balance, run=run, **balancing)
-        how |= {"balancing": own, "keep_heads": keep_heads}
-    evaluation = _plan(model.config, dataset, list(k), calibrate, coverage, monitor, how)
+        how["balancing"] = calibrated_balances(model, dataset, classes, balance, run=run, **balancing)
+    evaluation = _plan(model.config, dataset, list(k), calibrate, coverage, monitor, balance, how)
     run_model(model, dataset, [evaluation, *listed], **run, description="calibrate" if calibrate else "evaluate")
     if calibrate:
         evaluation.store(dataset=dataset_name, split=str(dataset.split or "validation"))
@@ -162,9 +160,11 @@ def _plan(
     calibrate: bool,
     coverage: Iterable[float] | None,
     monitor: SetSizeMonitor | None,
+    balance: float | str | None,
     how: dict[str, Any],
 ) -> Evaluation:
     """What is collected; a question that cannot be answered is refused."""
+    how["balance"] = None if calibrate else balance
     labelled, watched = "label" in dataset.column_names, None if monitor is None else monitor.k
     ks = evaluated_sizes(config, k, calibrate, labelled, watched, len(how["classes"] or config.id2label))
     asked = {name: how[name] for name in ("method", "per_class", "balance")}

@@ -28,10 +28,11 @@ from transformers import PreTrainedModel
 
 from .calibration import Calibration
 from .classifiers import image_processor, model_scores, transform_for
+from .configuration import processor_config
 from .data import align_labels
 from .evaluation import Evaluation, run_model
 from .files import check_output_dir, copy_file, replacing, write_text
-from .modeling import AvgKForImageClassification, processor_config
+from .modeling import AvgKForImageClassification
 from .questions import Question
 from .scores import restricted
 from .sets import k_key

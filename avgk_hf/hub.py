@@ -10,11 +10,11 @@ from typing import Any
 from huggingface_hub import CommitOperationAdd, HfApi
 from transformers.utils import logging
 
+from .averaging import LAST_WEIGHTS
 from .checks import read_json
 from .classifiers import CARRIED, carried_code
-from .configuration import AvgKConfig
+from .configuration import AvgKConfig, code_files
 from .files import leads_out
-from .modeling import code_files
 from .records import FILE
 from .shell import masked
 from .weights import check_folder
@@ -24,7 +24,7 @@ logger = logging.get_logger(__name__)
 PUSHED = ("*.safetensors", "*.safetensors.index.json", "config.json", FILE, "preprocessor_config.json", "README.md")
 PUSHED += ("*.png", "*.svg")
 OBJECTIVE_STATE = "objective.safetensors"  # of a loss, in a checkpoint
-NOT_PUSHED = (OBJECTIVE_STATE, ".*")
+NOT_PUSHED = (OBJECTIVE_STATE, LAST_WEIGHTS, ".*")
 HERE = "  # the folder of this card, seen from the one that holds it"  # where a card names no Hub id
 NEEDED = ("config.json", "model*.safetensors*", "adapter_model.safetensors")
 

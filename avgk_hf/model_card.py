@@ -26,7 +26,7 @@ RESULTS = "results.json"
 TRAINED = ("num_train_epochs", "max_steps", "per_device_train_batch_size", "gradient_accumulation_steps", "world_size")
 TRAINED += ("optim", "optim_args", "learning_rate", "lr_scheduler_type", "lr_milestones", "lr_gamma", "warmup_steps")
 TRAINED += ("weight_decay", "decay_all", "max_grad_norm", "bf16", "fp16", "early_stopping_patience")
-TRAINED += ("metric_for_best_model", "balance")  # by which the best checkpoint is chosen
+TRAINED += ("ema_decay", "metric_for_best_model", "balance")  # the last two choose the best checkpoint
 CALIBRATED = "This model was not trained for sets: a classifier that existed already was calibrated with avgk_hf."
 FREQUENCIES = {
     "train": "those of the training images",

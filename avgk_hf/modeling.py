@@ -14,13 +14,12 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 from transformers import initialization as init
-from transformers.dynamic_module_utils import get_relative_import_files
 from transformers.models.auto.modeling_auto import MODEL_FOR_IMAGE_CLASSIFICATION_MAPPING_NAMES
 from transformers.utils import ModelOutput
 
 from .backbones import create_backbone, feature_width
 from .calibration import Calibration
-from .configuration import AvgKConfig, installed_losses
+from .configuration import AvgKConfig, code_files, installed_losses, processor_config
 from .details import load_details
 from .files import copy_file, make_folder, replacing, write_text
 from .pipeline import AverageKImageClassificationPipeline  # noqa: F401  (so that it travels with this file)
@@ -231,10 +230,25 @@ class AvgKForImageClassification(PreTrainedModel):
 
     def train(self, mode: bool = True) -> "AvgKForImageClassification":
         """As in the base class; a frozen backbone stays in evaluation mode."""
-        super().train(mode)
-        if getattr(self, "_backbone_frozen", False):
+        learning = self.learning()
+        if learning is self or self.backbone.training:
+            super().train(mode)
+        else:
+            learning.train(mode)
+            self.training = mode
+        if getattr(self, "_backbone_frozen", False) and self.backbone.training:
             self.backbone.eval()
         return self
+
+    def learning(self) -> nn.Module:
+        """What learns: the heads of a model whose backbone is frozen, so that no step walks through the rest."""
+        if not getattr(self, "_backbone_frozen", False) or getattr(self, "_hf_peft_config_loaded", False):
+            return self
+        return nn.ModuleList([self.ml_head, *([] if self.sccp_head is None else [self.sccp_head])])
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """As in the base class."""
+        nn.Module.zero_grad(self.learning(), set_to_none)
 
     def _set_gradient_checkpointing(self, enable: bool = True, *args: Any, **kwargs: Any) -> None:
         self.backbone.set_grad_checkpointing(enable)
@@ -242,11 +256,12 @@ class AvgKForImageClassification(PreTrainedModel):
 
     def forward(
         self,
-        pixel_values: Tensor,
+        pixel_values: Tensor | None = None,
         labels: Tensor | None = None,
         index: Tensor | None = None,
         output_hidden_states: bool | None = None,
         return_dict: bool | None = None,
+        features: Tensor | None = None,
         **kwargs: Any,
     ) -> AvgKOutput | tuple:
         """Compute both heads' logits, and the objective's loss where labels are given.
@@ -257,16 +272,17 @@ class AvgKForImageClassification(PreTrainedModel):
             index: Position of each image in the training set (B,), for objectives that keep state per image.
             output_hidden_states: Also return the backbone's intermediate feature maps.
             return_dict: False for a plain tuple.
+            features: What `features` gave for the images (B, d), in their place.
             kwargs: Ignored, so that callers may pass what other models take.
         """
-        self._check_pixels(pixel_values)
-        pixel_values = self._match_channels(pixel_values.to(self.device, self.dtype))
         hidden_states = None
-        if output_hidden_states if output_hidden_states is not None else self.config.output_hidden_states:
-            last, hidden_states = self.backbone.forward_intermediates(pixel_values)
+        if features is not None:
+            features = features.to(self.device, self.dtype)
+        elif output_hidden_states if output_hidden_states is not None else self.config.output_hidden_states:
+            last, hidden_states = self.backbone.forward_intermediates(self._pixels(pixel_values))
             features, hidden_states = self.backbone.forward_head(last), tuple(hidden_states)
         else:
-            features = self.backbone(pixel_values)  # (B, d)
+            features = self.features(pixel_values)
         logits, second = self.ml_head(features), None if self.sccp_head is None else self.sccp_head(features)
         heads = {"logits": logits, "sccp_logits": second}
         loss = None if labels is None else self._objective()(AvgKOutput(**heads), labels, index)
@@ -279,6 +295,14 @@ class AvgKForImageClassification(PreTrainedModel):
         output = AvgKOutput(loss=loss, **heads, hidden_states=hidden_states)
         return_dict = self.config.return_dict if return_dict is None else return_dict
         return output if return_dict else output.to_tuple()
+
+    def features(self, pixel_values: Tensor) -> Tensor:
+        """The backbone's pooled features (B, d) of images (B, C, H, W), which the heads take."""
+        return self.backbone(self._pixels(pixel_values))
+
+    def _pixels(self, pixel_values: Tensor) -> Tensor:
+        self._check_pixels(pixel_values)
+        return self._match_channels(pixel_values.to(self.device, self.dtype))
 
     def _check_pixels(self, pixel_values: Tensor) -> None:
         """Refuse what is no batch of prepared images."""
@@ -384,14 +408,3 @@ class AvgKForImageClassification(PreTrainedModel):
             return {self.config.head}
         found = Calibration.of(self.config)
         return {view.head(k) for view in map(found.at, found.balances) for k in view.ks}
-
-
-def code_files(first: str = "modeling.py") -> dict[str, Path]:
-    """What a saved model carries as remote code: the first file and those it needs, by name."""
-    path = Path(__file__).with_name(first)
-    return {Path(file).name: Path(file) for file in (path, *get_relative_import_files(path))}
-
-
-def processor_config(config: AvgKConfig) -> dict[str, Any]:
-    """What preprocessor_config.json holds, from which the image processor is made."""
-    return {name: getattr(config, name) for name in ("image_processor_type", "architecture", "pretrained_cfg")}

@@ -105,7 +105,10 @@ class DataArguments:
     augmentation: str = HfArg(
         default="none", help="Random changes to training images.", metadata={"choices": list(AUGMENTATIONS)}
     )
-    cache_images: bool = HfArg(default=False, help="Keep images in memory as tensors. Needs augmentation none.")
+    cache_images: bool = HfArg(default=False, help="Keep small images in memory, as they are before they are changed.")
+    cache_features: bool = HfArg(
+        default=False, help="Compute the features of a frozen backbone once, and keep them in a file."
+    )
     on_bad_image: str = HfArg(
         default="error",
         help="Refuse an image that cannot be read, or leave it out and count it.",
@@ -121,10 +124,10 @@ class DataArguments:
     def __post_init__(self) -> None:
         """Refuse a value that could only fail later, by the field's name."""
         _check_fields(self)
-        if self.cache_images and self.augmentation != "none":
+        if self.cache_features and self.augmentation != "none":
             raise ValueError(
-                f"cache_images keeps images as they are, but augmentation={self.augmentation!r} makes new ones every"
-                " epoch: leave one of them out."
+                f"cache_features keeps what the backbone says of an image, but"
+                f" augmentation={self.augmentation!r} makes new ones every epoch: leave one of them out."
             )
 
 

@@ -21,6 +21,7 @@ from .data import class_counts, load_splits, prepare, skip_bad_images
 from .data.classes import check_new_classes
 from .data.datasets import TAKE, check_split, keep_aside
 from .data.inspection import count_images, short_form
+from .features import Features, cached_features
 from .files import check_output_dir
 from .model_card import RESULTS, TRAINED
 from .modeling import AvgKForImageClassification
@@ -117,6 +118,21 @@ def load_data(
     return used, skipped
 
 
+def as_input(
+    split: Dataset,
+    model: AvgKForImageClassification,
+    data_args: DataArguments,
+    args: AvgKTrainingArguments,
+    augmentation: str = "none",
+    keep: bool = True,
+) -> Dataset | Features:
+    """A split as the model takes it: images, kept in memory where the recipe says so, or their features."""
+    if not data_args.cache_features:
+        return prepare(split, model.config, augmentation, keep and data_args.cache_images)
+    with args.main_process_first(desc="compute features"):  # the others find them
+        return cached_features(model.to(args.device), split, args.per_device_train_batch_size)
+
+
 def make_trainer(
     model_args: ModelArguments,
     data_args: DataArguments,
@@ -130,14 +146,16 @@ def make_trainer(
             f"cache_images keeps images in this process, but dataloader_num_workers={args.dataloader_num_workers}"
             " processes read them: set `dataloader_num_workers: 0`."
         )
+    if data_args.cache_features and not model_args.freeze_backbone:
+        raise ValueError("cache_features is for a backbone that does not learn: set `freeze_backbone: true` too.")
     set_seed(args.seed)
     model = build_model(model_args, data["train"].features["label"].names)
     return AvgKTrainer(
         model=None if model_init else model,
         model_init=model_init,
         args=args,
-        train_dataset=prepare(data["train"], model.config, data_args.augmentation, data_args.cache_images),
-        eval_dataset=prepare(data["validation"], model.config, keep=data_args.cache_images),
+        train_dataset=as_input(data["train"], model, data_args, args, data_args.augmentation),
+        eval_dataset=as_input(data["validation"], model, data_args, args),
         dataset_name=data_args.dataset,
     )
 
@@ -160,13 +178,13 @@ def run(
     if args.process_index == 0:
         print(short_form(count_images(used)))
     trainer = make_trainer(model_args, data_args, args, used)
-    config = trainer.model.config
     trainer.train(resume_from_checkpoint=args.resume_from_checkpoint)
     trainer.evaluate()
     if "calibration" in used:
-        trainer.calibrate(prepare(used["calibration"], config))
+        trainer.calibrate(as_input(used["calibration"], trainer.model, data_args, args, keep=False))
     if "test" in used:
-        trainer.evaluate(prepare(used["test"], config), metric_key_prefix="test")
+        test = as_input(used["test"], trainer.model, data_args, args, keep=False)
+        trainer.evaluate(test, metric_key_prefix="test")
     recipe = {**asdict(model_args), **{name: getattr(args, name) for name in TRAINED}}
     trainer.record = {"data": asdict(data_args), "recipe": recipe} | ({"skipped": skipped} if skipped else {})
     trainer.save_model()

@@ -125,6 +125,7 @@ class AvgKTrainer(ObjectiveTrainer):
         for name, dataset in (("train_dataset", train), ("eval_dataset", validation)):
             if dataset is not None and has_length(dataset) and len(dataset) == 0:
                 raise ValueError(f"{name} is empty.")
+            dataset = getattr(dataset, "images", dataset)  # those that features stand for
             if isinstance(dataset, datasets.Dataset) and "label" in dataset.column_names:
                 counts = class_counts(dataset, config.num_labels)
                 if name == "train_dataset":
@@ -220,7 +221,8 @@ class AvgKTrainer(ObjectiveTrainer):
             raise ValueError(f"calibrate=True: thresholds come from one dataset, not from {list(eval_dataset)}.")
         self._calibrating = eval_dataset is None if calibrate is None else calibrate
         try:
-            metrics = super().evaluate(eval_dataset, ignore_keys, metric_key_prefix)
+            with self.averaged():
+                metrics = super().evaluate(eval_dataset, ignore_keys, metric_key_prefix)
         finally:
             self._calibrating = False
         if not several:
@@ -370,5 +372,6 @@ class AvgKTrainer(ObjectiveTrainer):
 
 
 def _forward(model: nn.Module, inputs: Mapping[str, Any]) -> Any:
+    given = {name: inputs[name] for name in ("pixel_values", "features") if name in inputs}
     # whatever the config says, nobody here reads the hidden states
-    return model(pixel_values=inputs["pixel_values"], output_hidden_states=False, return_dict=True)
+    return model(**given, output_hidden_states=False, return_dict=True)

@@ -172,6 +172,7 @@ RULES = (  # further fields, what their values must be, and whether one is
     (("greater_is_better", "remove_unused_columns"), "true or false", lambda value: value in (True, False)),
     (("calibrate_k",), "a list of numbers, e.g. `[1, 2, 5]`", lambda value: isinstance(value, (list, tuple))),
     (("calibrate_coverage",), "a list, e.g. `[0.9, 0.95]`", lambda value: isinstance(value, (list, tuple))),
+    (("ema_decay",), "a number in (0, 1), e.g. 0.999, or left out", lambda value: _positive(value) and value < 1),
     (("lr_gamma",), "a number greater than 0, e.g. 0.1", _positive),
     (("lr_milestones",), "a list of epochs in ascending order, e.g. [150, 225]", _ascending),
     (("metric_for_best_model",), "a metric's name, e.g. 'loss'", lambda value: isinstance(value, str) and value),
@@ -205,6 +206,7 @@ class AvgKTrainingArguments(TrainingArguments):
         lr_milestones: Epochs after which the learning rate is multiplied by `lr_gamma`, instead of the schedule that
             `lr_scheduler_type` names.
         lr_gamma: The factor.
+        ema_decay: Decay of an exponential moving average of the weights, which is then what is evaluated and saved.
         decay_all: Whether weight decay acts on every parameter, as in plain `torch.optim.SGD`. By default biases and
             most normalisation layers are left out, as in `Trainer`.
     """
@@ -231,6 +233,9 @@ class AvgKTrainingArguments(TrainingArguments):
         default_factory=list, help="Epochs after which the learning rate is multiplied by lr_gamma, e.g. 150 225."
     )
     lr_gamma: float = HfArg(default=0.1, help="What lr_milestones multiply the learning rate by.")
+    ema_decay: float | None = HfArg(
+        default=None, help="Evaluate and save an exponential moving average of the weights, with this decay."
+    )
     decay_all: bool = HfArg(default=False, help="Apply weight decay to biases and normalisation layers too.")
     seeds: int = HfArg(default=1, help="Train this often, with seeds `seed`, `seed` + 1, ..., and report the mean.")
     metric_for_best_model: str | None = "average_k_accuracy"
@@ -255,6 +260,8 @@ class AvgKTrainingArguments(TrainingArguments):
                 f"early_stopping_patience={self.early_stopping_patience} counts evaluations while training: set"
                 " `eval_strategy` to 'epoch' or 'steps', and `metric_for_best_model`."
             )
+        if self.ema_decay and (self.deepspeed or self.fsdp):
+            raise ValueError(f"ema_decay={self.ema_decay} averages whole weights, not those of deepspeed or fsdp.")
         if self.lr_milestones and self.warmup_steps:
             raise ValueError(
                 f"warmup_steps={self.warmup_steps} belongs to lr_scheduler_type, which lr_milestones replace: leave"
@@ -268,7 +275,7 @@ class AvgKTrainingArguments(TrainingArguments):
     def _check(self) -> None:
         check_refused(vars(self))
         may_be_none = {item.name for item in fields(TrainingArguments) if item.default is None}
-        may_be_none.add("early_stopping_patience")
+        may_be_none |= {"early_stopping_patience", "ema_decay"}
         given = {name: value for name, value in vars(self).items() if value is not None or name not in may_be_none}
         for least, names in LEAST.items():
             for name in names:

@@ -9,7 +9,7 @@ os.environ.setdefault("HF_HUB_OFFLINE", "1")
 
 import torch
 
-from . import calibration, evaluation, loss, prediction, reading, startup
+from . import calibration, evaluation, features, loss, prediction, reading, startup
 from .measure import Table
 
 PARTS = {
@@ -18,6 +18,7 @@ PARTS = {
     "prediction": prediction,
     "evaluation": evaluation,
     "reading": reading,
+    "features": features,
     "startup": startup,
 }
 README = Path(__file__).with_name("README.md")

@@ -18,6 +18,8 @@ PAGES = {
     "recipes/glyphs/README.md": "glyphs.md",
     "recipes/cifar100/README.md": "cifar100.md",
     "recipes/plantnet300k/README.md": "plantnet300k.md",
+    "recipes/cub200/README.md": "cub200.md",
+    "recipes/folder/README.md": "folder.md",
     "benchmarks/README.md": "benchmarks.md",
     "CHANGELOG.md": "changelog.md",
 }

@@ -1,4 +1,4 @@
-"""Small copies of the two datasets in the layouts of their authors."""
+"""Small copies of datasets in the layouts of their authors."""
 
 import json
 import pickle
@@ -64,3 +64,42 @@ def write_plantnet(folder: Path, split_folder: str = "images/{}", size: tuple[in
                 metadata[name] = {"species_id": species, "split": split, "organ": "flower", "license": "cc-by-sa"}
     (folder / "plantnet300K_species_id_2_name.json").write_text(json.dumps(SPECIES))
     (folder / "plantnet300K_metadata.json").write_text(json.dumps(metadata))
+
+
+def write_cub(folder: Path, classes: int = 8, train: int = 4, test: int = 1, size: int = 40) -> None:
+    """`CUB_200_2011` with fewer species and images; the last two differ in their number only."""
+    rng, rows = np.random.default_rng(0), []
+    names = [f"{i + 1:03d}.Red_footed_Bird{min(i, classes - 2)}" for i in range(classes)]
+    for label, name in enumerate(names, 1):
+        (folder / "images" / name).mkdir(parents=True)
+        for j in range(train + test):
+            pixels = rng.integers(0, 256, (size, size + 8, 3), dtype=np.uint8)
+            Image.fromarray(pixels).save(folder / "images" / name / f"Bird_{j}.jpg")
+            rows.append((f"{name}/Bird_{j}.jpg", label, int(j < train)))
+    columns = {"images": 0, "image_class_labels": 1, "train_test_split": 2}
+    for list_name, column in columns.items():
+        lines = [f"{i} {row[column]}\n" for i, row in enumerate(rows, 1)]
+        (folder / f"{list_name}.txt").write_text("".join(lines))
+    (folder / "classes.txt").write_text("".join(f"{i} {name}\n" for i, name in enumerate(names, 1)))
+
+
+def write_tiny_imagenet(folder: Path, classes: int = 4, train: int = 3) -> None:
+    """`tiny-imagenet-200` with fewer classes and images, two of them cranes, and 64 x 64 pixels."""
+    rng, ids = np.random.default_rng(0), [f"n0{i + 1}" for i in range(classes)]
+
+    def write(path: Path) -> None:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        Image.fromarray(rng.integers(0, 256, (64, 64, 3), dtype=np.uint8)).save(path, "JPEG")
+
+    for wnid in ids:
+        for j in range(train):
+            write(folder / "train" / wnid / "images" / f"{wnid}_{j}.JPEG")
+        (folder / "train" / wnid / f"{wnid}_boxes.txt").write_text(f"{wnid}_0.JPEG\t0\t0\t9\t9\n")
+    lines = []
+    for i, wnid in enumerate(ids):
+        write(folder / "val" / "images" / f"val_{i}.JPEG")
+        lines.append(f"val_{i}.JPEG\t{wnid}\t0\t32\t44\t62\n")
+    (folder / "val" / "val_annotations.txt").write_text("".join(lines))
+    words = {"n01": "goldfish, Carassius auratus", "n02": "crane, derrick", "n03": "crane", "n99": "elsewhere"}
+    (folder / "words.txt").write_text("".join(f"{wnid}\t{text}\n" for wnid, text in words.items()))
+    (folder / "wnids.txt").write_text("\n".join(ids))

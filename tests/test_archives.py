@@ -1,4 +1,4 @@
-"""CIFAR-100 and Pl@ntNet-300K in the layouts of their authors, the balanced split, and the crops of both protocols."""
+"""Datasets in the layouts of their authors, the balanced split, and the crops of both protocols."""
 
 import json
 import os
@@ -10,7 +10,7 @@ import torch
 from datasets import ClassLabel, Dataset, DatasetDict, Features, Image, Value
 from PIL import Image as PILImage
 
-from archives import SPECIES, write_cifar, write_plantnet
+from archives import SPECIES, write_cifar, write_cub, write_plantnet, write_tiny_imagenet
 from avgk_hf import AvgKForImageClassification, load_splits
 from avgk_hf.data import class_counts
 from avgk_hf.data.cifar import load_cifar, read_pickle
@@ -233,3 +233,88 @@ def test_the_crop_of_plantnet():
         seen.update(matches)
     assert len(seen) > 8
     assert transform.image(PILImage.new("RGB", (300, 40))).shape == (3, 224, 224)
+
+
+def test_cub_meets_the_contract(tmp_path):
+    write_cub(tmp_path / "CUB_200_2011")
+    splits = load_splits(str(tmp_path / "CUB_200_2011"), validation_per_class=1)
+    assert {name: len(split) for name, split in splits.items()} == {"train": 24, "validation": 8, "test": 8}
+    names = splits["test"].features["label"].names  # without numbers, but where the name alone is not enough
+    assert names[0] == "Red footed Bird0" and names[-2:] == ["Red footed Bird6 (7)", "Red footed Bird6 (8)"]
+    for split in splits.values():
+        rows = split.cast_column("image", Image(decode=False))
+        assert list(split["index"]) == list(range(len(split)))
+        for row in rows:
+            assert f"/{row['label'] + 1:03d}.Red" in row["image"]["path"]
+    (path,) = {
+        row["image"]["path"] for row in splits["test"].cast_column("image", Image(decode=False)) if not row["label"]
+    }
+    assert path.endswith("Bird_4.jpg")  # as the official split says
+
+
+def test_tiny_imagenet_meets_the_contract(tmp_path):
+    write_tiny_imagenet(tmp_path / "tiny-imagenet-200")
+    splits = load_splits(str(tmp_path / "tiny-imagenet-200"), validation_per_class=1)
+    assert {name: len(split) for name, split in splits.items()} == {"train": 8, "validation": 4, "test": 4}
+    assert splits["train"].features["label"].names == ["goldfish", "crane (n02)", "crane (n03)", "n04"]
+    assert list(splits["test"]["label"]) == [0, 1, 2, 3] and splits["test"][0]["image"].size == (64, 64)
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        "/etc/passwd",
+        "../out.jpg",
+        "001.Red_footed_Bird0/../../../out.jpg",
+        "a\\b.jpg",
+        "http://host/a.jpg",
+        "//out.jpg",
+    ],
+)
+def test_lists_of_strangers_name_images_of_their_own(name, tmp_path):
+    folder = tmp_path / "CUB_200_2011"
+    write_cub(folder, classes=2)
+    PILImage.new("RGB", (8, 8)).save(tmp_path / "out.jpg")
+    path = folder / "images.txt"
+    path.write_text(path.read_text().replace("001.Red_footed_Bird0/Bird_0.jpg", name))
+    with pytest.raises(ValueError, match="no plain path below"):
+        load_splits(str(folder))
+    tiny = tmp_path / "tiny"
+    write_tiny_imagenet(tiny)
+    path = tiny / "val" / "val_annotations.txt"
+    path.write_text(path.read_text().replace("val_0.JPEG", name))
+    with pytest.raises(ValueError, match="no plain path below"):
+        load_splits(str(tiny))
+
+
+def test_incomplete_lists_are_refused(tmp_path):
+    folder = tmp_path / "CUB_200_2011"
+    write_cub(folder, classes=2)
+    texts = {path.name: path.read_text() for path in folder.glob("*.txt")}
+    for name, change, message in (
+        ("images.txt", lambda text: text.replace("Bird_0", "Bird_9"), "no such file"),
+        ("images.txt", lambda text: text + text, "second for '1'"),
+        ("image_class_labels.txt", lambda text: text.replace("1 1\n", "1 77\n"), "no class '77'"),
+        ("image_class_labels.txt", lambda text: text.replace("1 1\n", ""), "do not list the same images"),
+        ("train_test_split.txt", lambda text: text.replace(" 0\n", " 1\n"), "marks no image with 0"),
+        ("classes.txt", lambda text: text + "3\n", "no row of 2 words"),
+    ):
+        (folder / name).write_text(change(texts[name]))
+        with pytest.raises((ValueError, FileNotFoundError), match=message):
+            load_splits(str(folder))
+        (folder / name).write_text(texts[name])
+    (folder / "classes.txt").write_bytes(b"\xff\xfe 1")
+    with pytest.raises(ValueError, match="is no text"):
+        load_splits(str(folder))
+
+
+def test_a_class_may_be_called_train(tmp_path):
+    """CIFAR-100 has one; its test images are none to train on."""
+    for place in ("train/train", "train/oak", "test/train", "test/oak"):
+        (tmp_path / "data" / place).mkdir(parents=True)
+        for i in range(2):
+            PILImage.new("RGB", (8, 8), (40 * i, 90, len(place))).save(tmp_path / "data" / place / f"{i}.png")
+    splits = load_splits(str(tmp_path / "data"))
+    assert {name: len(split) for name, split in splits.items()} == {"train": 4, "test": 4}
+    assert splits["test"].features["label"].names == ["oak", "train"]
+    assert sorted(splits["test"]["label"]) == sorted(splits["train"]["label"]) == [0, 0, 1, 1]

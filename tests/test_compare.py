@@ -84,6 +84,9 @@ def test_a_miniature(config, tmp_path, capsys):
                 assert kept["validation"]["softmax"]["ml"][k]["average_k_accuracy"] == of_epoch[k]
                 assert sum(kept["set_sizes"][k]["all"]) == result["images"]["test"] == 36
                 assert kept["validation"]["sigmoid"]["ml"][k]["mean_set_size"] == pytest.approx(float(k), abs=0.05)
+                plain = kept["variants"]["none"]["ml"][k]  # the same weights in the same pass
+                assert plain["test"].items() <= kept["test"]["softmax"]["ml"][k].items()
+                assert kept["variants"]["temperature"]["ml"][k]["validation"] >= plain["validation"]
 
     # the choice is that of validation, and a training that does not depend on K serves every K with the same choice
     comparison = read_comparison(str(config), overrides=["--dataset", str(folder)])
@@ -125,6 +128,7 @@ def test_a_miniature(config, tmp_path, capsys):
         "In short",
         "Which head answers",
         "Which score is thresholded",
+        "What else the same weights answer",
         "Trained for one K, calibrated for another",
     ):
         assert f"## {title}" in text
@@ -138,6 +142,9 @@ def test_a_miniature(config, tmp_path, capsys):
     assert {path: path.stat().st_mtime_ns for path in (out / "runs").iterdir()} == times
     config.write_text(config.read_text().replace("seeds: 2", "seeds: 3"))
     capsys.readouterr()
+    assert main([*command, "--so-far"]) == 0  # a report of what there is
+    planned = len(plan(read_comparison(str(config), overrides=["--dataset", str(folder)])))
+    assert f"**{len(runs)} of {planned} trainings are finished" in capsys.readouterr().out
     assert main([*command, "--dry-run", "--workers", "2"]) == 0
     printed = capsys.readouterr().out
     assert f"{len(runs)} of them finished" in printed and "estimated from the" in printed
@@ -349,11 +356,23 @@ def test_kept_images_give_the_same_model(recipe, tmp_path):
     assert found[head][2]["average_k_accuracy"] == metrics["eval_average_k_accuracy"]
 
 
-def test_images_that_change_cannot_be_kept(recipe, splits, make_model):
-    with pytest.raises(ValueError, match="leave one of them out"):
-        parse_recipe([str(recipe), "--cache_images", "true", "--augmentation", "timm"])
-    with pytest.raises(ValueError, match="none can be kept"):
-        prepare(splits["train"], make_model().config, "timm", keep=True)
+@pytest.mark.parametrize("augmentation", ["timm", "resize_crop", "pad_crop_flip"])
+def test_kept_images_are_changed_as_others_are(augmentation, splits, make_model):
+    """What is kept is the image before the first random change, and it stays as it is."""
+    both = [prepare(splits["train"], make_model().config, augmentation, keep=keep) for keep in (False, True)]
+    seen = []
+    for epoch in (0, 1, 0):
+        for images in both:
+            images.format["format_kwargs"]["transform"].seed(7, epoch)
+        fresh, kept = (torch.stack(images[:8]["pixel_values"]) for images in both)
+        assert torch.equal(fresh, kept)
+        seen.append(kept)
+    assert torch.equal(seen[0], seen[2])
+    assert torch.equal(seen[0], seen[1]) == (augmentation == "resize_crop")  # these are resized to what is cropped
+    assert len(both[1].format["format_kwargs"]["transform"].kept) == 8
+
+
+def test_kept_images_belong_to_one_process(recipe):
     blocks = parse_recipe([str(recipe), "--cache_images", "true", "--dataloader_num_workers", "2"])
     with pytest.raises(ValueError, match="dataloader_num_workers=2"):
         make_trainer(*blocks, load_splits(blocks[1].dataset))

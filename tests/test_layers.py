@@ -15,10 +15,10 @@ LAYERS = [
     "questions calibration details scope statistics collecting",
     "backbones weights configuration data",
     "monitor pipeline modeling auto",
-    "classifiers confusions evaluation metrics",
-    "training_args hub model_card progress checkpoints optimizers predictions trainer export app",
+    "classifiers confusions evaluation features metrics",
+    "averaging training_args hub model_card progress checkpoints optimizers predictions trainer export app",
     "recipes study.columns study.seeds study.drawing study.plots train"
-    " study.spec study.training study.balances study.report study.runner study.sweep",
+    " study.spec study.training study.balances study.variants study.report study.runner study.sweep",
     "commands cli",
 ]
 LINES, FILE, FUNCTION = 17_000, 400, 60  # the first is to fall

@@ -1,7 +1,9 @@
 """The recipes: each states its protocol as its README does, and trains."""
 
 import json
+import math
 import re
+import shutil
 from pathlib import Path
 
 import pytest
@@ -11,20 +13,25 @@ import yaml
 from datasets import Image
 from transformers import TrainerCallback
 
-from archives import SPECIES, write_cifar, write_plantnet
+from archives import SPECIES, write_cifar, write_cub, write_plantnet
 from avgk_hf import AvgKForImageClassification, AvgKTrainer, load_splits, prepare
 from avgk_hf.losses import every_hyperparameter
 from avgk_hf.recipes import parse_recipe
+from avgk_hf.study.spec import plan, read_comparison
 from avgk_hf.train import build_model, main
 
 ROOT = Path(__file__).parent.parent
 LOSSES = ("an", "avgk", "ce", "epr", "role", "topk")
-RECIPES = sorted(path for path in (ROOT / "recipes").glob("*/*.yaml") if path.stem in LOSSES)
+RECIPES = sorted(path for path in (ROOT / "recipes").rglob("*.yaml") if path.stem in (*LOSSES, "frozen"))
 PAPER = [path for path in RECIPES if path.parent.name in ("cifar100", "plantnet300k")]
+PHOTOGRAPHS = [path for path in RECIPES if path.parent.name in ("small", "cub200", "folder")]
 STATED = {  # what each protocol table has to hold
     "model", "augmentation", "num_train_epochs", "per_device_train_batch_size", "optim", "optim_args", "learning_rate",
     "lr_milestones", "lr_gamma", "weight_decay", "decay_all", "max_grad_norm", "metric_for_best_model"
 }  # fmt: skip
+
+
+TINY = ("--validation_per_class", "1", "--image_size", "32", "--model")
 
 
 def identity(path: Path) -> str:
@@ -103,7 +110,10 @@ def data(tmp_path_factory, image_folder):
     root = tmp_path_factory.mktemp("data")
     write_cifar(root / "cifar-100-python", train=3)
     write_plantnet(root / "plantnet_300K")
+    write_cub(root / "CUB_200_2011")
+    shutil.copytree(image_folder, root / "trees", ignore=shutil.ignore_patterns("validation"))
     torch.manual_seed(0)
+    timm.models.save_for_hf(timm.create_model("test_resnet"), root / "tiny", safe_serialization=True)
     timm.models.save_for_hf(timm.create_model("resnet18.tv_in1k"), root / "resnet18", safe_serialization=True)
     # the Hub's copy: parquet files with its columns
     for split, rows in load_splits(str(root / "cifar-100-python")).items():
@@ -115,17 +125,21 @@ def data(tmp_path_factory, image_folder):
         "glyphs": ["--dataset", str(image_folder), "--k", "2", "--calibrate_k", "1"],
         "cifar100": ["--dataset", str(root / "cifar100"), "--validation_per_class", "1"],
         "plantnet300k": ["--dataset", str(root / "plantnet_300K"), "--model", str(root / "resnet18")],
+        "small": ["--dataset", str(root / "cifar100"), "--validation_per_class", "1"],
+        "cub200": ["--dataset", str(root / "CUB_200_2011"), *TINY, str(root / "tiny"), "--calibrate_k", "1", "2"],
+        "folder": ["--dataset", str(root / "trees"), *TINY, str(root / "tiny")],
     }
 
 
 # of the paper's recipes, which differ in the loss only, `make test` takes those of two losses
 LONG = [path for path in PAPER if path.stem not in ("avgk", "ce")]
+LONG += [path for path in PHOTOGRAPHS if path.stem == "ce"]
 
 
 @pytest.mark.parametrize(
     "path", [pytest.param(path, marks=pytest.mark.long) if path in LONG else path for path in RECIPES], ids=identity
 )
-def test_every_recipe_trains(path, data, tmp_path):
+def test_every_recipe_trains(path, data, tmp_path, monkeypatch):
     """Two steps on small data, through the same code; the blocks stand in their order."""
     text = path.read_text()
     assert text.index("# model") < text.index("# data") < text.index("# training")
@@ -136,11 +150,14 @@ def test_every_recipe_trains(path, data, tmp_path):
             small += ["--dataloader_num_workers", "1"]
         else:
             small += ["--dataloader_num_workers", "0", "--dataloader_persistent_workers", "false"]
+    if path in PHOTOGRAPHS:
+        small += ["--per_device_train_batch_size", "4", "--dataloader_num_workers", "0"]
+        monkeypatch.setattr("datasets.config.HF_DATASETS_CACHE", tmp_path / "cache")
     often = [f"--{what}_{how}" for what in ("eval", "save") for how in ("strategy=steps", "steps=2")]
     main([str(path), *data[path.parent.name], *small, *often])
     model = AvgKForImageClassification.from_pretrained(tmp_path / "run")
     results = json.loads((tmp_path / "run" / "results.json").read_text())
-    assert results["objective"] == path.stem
+    assert results["objective"] == ("ce" if path.stem == "frozen" else path.stem)
     if path.parent.name == "cifar100":
         assert model.config.architecture == "densenet40_40_cifar" and model.config.train_counts == [2] * 12
         assert set(model.config.thresholds) == {"1", "2", "3", "5", "10"}
@@ -151,6 +168,22 @@ def test_every_recipe_trains(path, data, tmp_path):
         assert model.config.pretrained_cfg["crop_pct"] == 0.875
         assert {f"average_k_accuracy@{k}" for k in (2, 3, 10)} < set(results["test"])
         assert "few_shot_accuracy@10" in results["test"] and set(model.config.thresholds) == {"2", "3", "5", "10"}
+    elif path in PHOTOGRAPHS:
+        assert model.config.head == ("auto" if path.stem == "avgk" else "ml")  # of one head there is no choice
+        assert "5" in model.config.thresholds and "test" in results
+        assert len(list((tmp_path / "cache" / "avgk_features").glob("*"))) == (3 if path.stem == "frozen" else 0)
+
+
+@pytest.mark.parametrize("path", sorted((ROOT / "recipes").rglob("compare*.yaml")), ids=identity)
+def test_every_comparison_can_be_planned(path, tmp_path):
+    """Its recipe is beside it, and every loss takes what is searched for it."""
+    comparison = read_comparison(str(path), output_dir=str(tmp_path))
+    runs = plan(comparison)
+    finals = [run for run in runs if run.phase == "final"]
+    assert {run.loss for run in finals} == set(comparison.losses) and len(finals) < len(runs)
+    for loss in comparison.losses:  # fewer than the budget only where there are no more
+        tried = len(comparison.configurations(loss))
+        assert tried == min(comparison.budget, math.prod(map(len, comparison.searched(loss).values())))
 
 
 def test_cifar_from_the_archive_is_the_same_data(data):

@@ -1,4 +1,4 @@
-"""The published study of glyphs: its table follows from the stored runs, and a stored run from the code."""
+"""The published studies: tables follow from the stored runs, and a stored run of glyphs from the code."""
 
 import json
 import shutil
@@ -55,7 +55,45 @@ def test_every_run_says_where_it_comes_from(comparison):
     assert final == {(loss, k, seed) for loss in comparison.losses for k in (2, 3, 5, 10) for seed in range(5)}
 
 
-@pytest.mark.parametrize("page", ["docs/study.md", "recipes/glyphs/README.md"])
+# by folder in results/: the comparison, and where data and weights were
+PHOTOGRAPHS = {
+    "cub200-frozen": ("cub200/compare_frozen.yaml", ["--checkpoint", "lite0.safetensors"]),
+    "cifar100-small": (
+        "cifar100/small/compare.yaml",
+        ["--dataset", "cifar100", "--image_column", "image", "--label_column", "label"],
+    ),
+}
+STORED = [name for name in PHOTOGRAPHS if list((ROOT / "results" / name).glob("runs/*.json"))]
+
+
+@pytest.mark.parametrize("name", STORED)
+def test_runs_on_photographs_are_those_of_the_plan(name, tmp_path, monkeypatch):
+    """Every stored run belongs to the comparison as it is published, and the report follows from those there are."""
+    file, overrides = PHOTOGRAPHS[name]
+    path, stored = ROOT / "recipes" / file, ROOT / "results" / name
+    comparison = read_comparison(str(path), output_dir=str(stored), overrides=overrides)
+    runs = [(run, result) for run in plan(comparison) if (result := finished(comparison, run))]
+    assert len(runs) == len(list((stored / "runs").glob("*.json")))
+    for _, result in runs:
+        assert result["error"] is None and str(ROOT) not in json.dumps(result)
+        for kept in result["kept"]:
+            for heads in kept["variants"].values():  # what validation chose is the best of what it was offered
+                assert all(of_k[k]["validation"] <= 1 for of_k in heads.values() for k in of_k)
+            for k in map(k_key, kept["k"]):
+                for head, of_k in kept["variants"]["temperature"].items():
+                    assert of_k[k]["validation"] >= kept["variants"]["none"][head][k]["validation"]
+                size = kept["test"]["softmax"][kept["head"][k]][k]["mean_set_size"]
+                assert size == pytest.approx(float(k), rel=0.1)  # the threshold is that of validation
+    if (stored / "report.md").exists():
+        monkeypatch.chdir(ROOT)
+        shutil.copytree(stored, tmp_path / "results")
+        assert main(["compare", str(path), *overrides, "--out", str(tmp_path / "results"), "--so-far"]) == 0
+        assert (tmp_path / "results" / "report.md").read_text() == (stored / "report.md").read_text()
+
+
+@pytest.mark.parametrize(
+    "page", ["docs/study.md", "recipes/glyphs/README.md", "recipes/cub200/README.md", "docs/which_loss.md"]
+)
 def test_published_tables_are_those_of_the_report(page):
     """Every row with an interval stands in a report under results/ in the same words."""
     reports = "\n".join(path.read_text() for path in (ROOT / "results").rglob("*.md"))

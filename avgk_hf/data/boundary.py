@@ -74,6 +74,17 @@ def check_images(splits: DatasetDict, dataset: str) -> None:
                 raise ValueError(f"dataset {dataset!r} names the image {path[:300]!r}, outside of it: {REMEDY}.")
 
 
+def listed_image(source: Path, folder: Path, name: str) -> str:
+    """The path of an image that a list names, which must be a file below the folder."""
+    parts = name.split("/")
+    if {"", ".", ".."} & set(parts) or set(name) & set("\\:\0"):
+        raise ValueError(f"{source} names the image {name[:300]!r}, which is no plain path below {folder}.")
+    path = os.path.join(folder, *parts)
+    if not os.path.isfile(path):
+        raise FileNotFoundError(f"{source} names {name[:300]!r}, but {folder} has no such file: unpack it again.")
+    return path
+
+
 def _entries(folder: Path | str) -> Iterator[os.DirEntry]:
     for entry in os.scandir(folder):
         yield entry

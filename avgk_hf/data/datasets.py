@@ -1,7 +1,9 @@
 """The dataset contract: splits with `image`, `label` (ClassLabel) and `index`, the position in the split."""
 
+from collections import Counter
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
 import datasets
@@ -16,6 +18,7 @@ from ..shell import printable
 
 logger = logging.get_logger(__name__)
 ON_BAD_IMAGE = ("error", "skip")
+MOST_BYTES = 2**26  # of a list in an archive; CUB's largest has 700,000
 TAKE = "validation_per_class"  # the field that takes validation images from train
 
 
@@ -41,6 +44,41 @@ def make_split(split: str, images: list[Any], labels: list[int], names: list[str
     """A split of images, each a path or a stored `{"bytes", "path"}`."""
     columns = {"image": images, "label": labels, "index": list(range(len(labels)))}
     return Dataset.from_dict(columns, features=contract(names), split=split)
+
+
+def read_rows(path: Path, number: int, separator: str | None = None) -> list[list[str]]:
+    """The rows of a list that an archive brings: so many words each, no two with the same first one.
+
+    Args:
+        path: A text file with one row a line.
+        number: Words in a row.
+        separator: Between them; None for a space, and then the last of them is the rest of the line.
+    """
+    if path.stat().st_size > MOST_BYTES:
+        raise ValueError(f"{path} is larger than {MOST_BYTES} bytes, no list of images or classes.")
+    try:
+        lines = path.read_text(encoding="utf-8").splitlines()
+    except UnicodeDecodeError as error:
+        raise ValueError(f"{path} is no text ({error}): unpack the archive again.") from None
+    rows = [line.strip().split(separator, number - 1) for line in lines if line.strip()]
+    seen: set[str] = set()
+    for row in rows:
+        if len(row) != number or row[0] in seen:
+            raise ValueError(
+                f"{path}: {' '.join(row)[:100]!r} is no row of {number} words, or the second for {row[0][:100]!r}."
+            )
+        seen.add(row[0])
+    return rows
+
+
+def distinct_names(ids: list[str], names: list[str]) -> list[str]:
+    """The names of classes; where several have the same, the id is put behind it.
+
+    >>> distinct_names(["1", "2", "3"], ["oak", "elm", "oak"])
+    ['oak (1)', 'elm', 'oak (3)']
+    """
+    times = Counter(names)
+    return [name if times[name] == 1 else f"{name} ({i})" for i, name in zip(ids, names, strict=True)]
 
 
 def chosen(dataset: Dataset, rows: np.ndarray) -> Dataset:
@@ -205,9 +243,12 @@ def image_fault(row: dict[str, Any]) -> str | None:
     return None
 
 
-def collate(examples: list[dict[str, Any]]) -> dict[str, Any]:
-    """A batch of examples; labels may be called `label` or `label_ids`, as for transformers' own collator."""
-    batch = default_collate(examples)
+def collate(examples: list[dict[str, Any]] | dict[str, Any]) -> dict[str, Any]:
+    """A batch of examples, or one that is a batch already.
+
+    Labels may be called `label` or `label_ids`, as for transformers' own collator.
+    """
+    batch = examples if isinstance(examples, dict) else default_collate(examples)
     for name in ("label", "label_ids"):
         if name in batch:
             batch.setdefault("labels", batch.pop(name))

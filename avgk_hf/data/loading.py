@@ -5,6 +5,7 @@ from pathlib import Path
 
 import pyarrow.parquet as pq
 from datasets import ClassLabel, Dataset, DatasetDict, Features, Value, load_dataset_builder, load_from_disk
+from datasets.data_files import SPLIT_KEYWORDS
 from datasets.exceptions import DatasetGenerationError
 from datasets.packaged_modules.imagefolder.imagefolder import ImageFolder
 
@@ -12,15 +13,19 @@ from ..checks import check_dataset, reason_of
 from .boundary import check_builder, check_folder, check_images
 from .cifar import is_cifar_archive, load_cifar
 from .classes import check_new_classes, nfc, with_classes
+from .cub import is_cub, load_cub
 from .datasets import contract, split_validation, without_bars
 from .glyphs import load_glyphs
 from .plantnet import is_plantnet, load_plantnet
+from .tiny_imagenet import is_tiny_imagenet, load_tiny_imagenet
 
 MOST_CLASSES = 1_000_000
 # archives as their authors publish them: how each is known, and what reads it for a column of classes
 ARCHIVES = (
     (is_cifar_archive, lambda folder, column: load_cifar(folder, coarse=column == "coarse_label")),
     (is_plantnet, lambda folder, column: load_plantnet(folder)),
+    (is_cub, lambda folder, column: load_cub(folder)),
+    (is_tiny_imagenet, lambda folder, column: load_tiny_imagenet(folder)),
 )
 
 
@@ -40,7 +45,8 @@ def load_splits(
 
     Args:
         dataset: `glyphs` (generated), a folder (images in `split/class/`, parquet files, written by `save_to_disk`,
-            or the unpacked archive of CIFAR-100 or Pl@ntNet-300K), or the id of a dataset on the Hub.
+            or the unpacked archive of CIFAR-100, Pl@ntNet-300K, CUB-200-2011 or Tiny ImageNet), or the id of a
+            dataset on the Hub.
         config_name: Configuration of a Hub dataset.
         image_column: Its column of images.
         label_column: Its column of classes: ClassLabel, text, or whole numbers from 0.
@@ -92,7 +98,7 @@ def _read(dataset: str, config_name: str | None, label_column: str, allow_outsid
         if saved:
             splits = load_from_disk(dataset)
         else:
-            builder = load_dataset_builder(dataset, config_name)
+            builder = load_dataset_builder(dataset, config_name, data_files=_split_files(folder))
             if not allow_outside:
                 check_builder(builder, dataset)
             # of an image folder nothing is downloaded, and only paths are written
@@ -109,6 +115,18 @@ def _read(dataset: str, config_name: str | None, label_column: str, allow_outsid
         reason = reason_of(error.__cause__ or error)
         raise ValueError(f"dataset {dataset!r} cannot be read ({reason}): is a file empty or broken?") from error
     return DatasetDict({str(splits.split or "train"): splits}) if isinstance(splits, Dataset) else splits
+
+
+def _split_files(folder: Path) -> dict[str, str] | None:
+    """By split the files of its folder, where a class is named like a split; None where `datasets` finds them itself.
+
+    It would take all of CIFAR-100's class `train` for training, `test/train/*.png` too.
+    """
+    places = {split: word for split, words in SPLIT_KEYWORDS.items() for word in words if (folder / word).is_dir()}
+    words = [word for words in SPLIT_KEYWORDS.values() for word in words]
+    if not any((folder / place / word).is_dir() for place in places.values() for word in words):
+        return None
+    return {str(split): f"{place}/**" for split, place in places.items()}
 
 
 def _check_parquet(folder: Path, label_column: str) -> None:

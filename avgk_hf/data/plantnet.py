@@ -10,7 +10,7 @@ from pathlib import Path
 from datasets import DatasetDict
 
 from ..configuration import read_json
-from .datasets import make_split
+from .datasets import distinct_names, make_split
 
 SPLITS = {"train": "train", "validation": "val", "test": "test"}  # our names, and those of the folders
 SPECIES_NAMES = ("plantnet300K_species_id_2_name.json", "plantnet300K_species_names.json")
@@ -81,5 +81,4 @@ def _names(folder: Path, ids: list[str]) -> list[str]:
     unknown = [species for species in ids if species not in by_id]
     if unknown:
         raise ValueError(f"{path} has no name for {len(unknown)} species, e.g. the folder {unknown[0]!r}.")
-    times = Counter(by_id[species] for species in ids)
-    return [by_id[i] if times[by_id[i]] == 1 else f"{by_id[i]} ({i})" for i in ids]
+    return distinct_names(ids, [by_id[species] for species in ids])

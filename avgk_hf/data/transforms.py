@@ -27,7 +27,7 @@ AUGMENTATIONS = ("none", "timm", *RANDOM_CROPS)
 
 
 class _Kept(dict):
-    """Tensors by index; `datasets` copies a transform with every view of a dataset, and these must stay the same."""
+    """Images by index; `datasets` copies a transform with every view of a dataset, and these must stay the same."""
 
     def __deepcopy__(self, memo: dict) -> "_Kept":
         return self
@@ -41,8 +41,9 @@ class ImageTransform:
         augmentation: `"none"`; `"timm"` for random resized crops and flips as in ImageNet training; `"resize_crop"`
             for the evaluation's resizing and a random crop instead of its centre crop; `"pad_crop_flip"` for the same
             with 4 black pixels added on each side before the crop, and random flips, as is usual for CIFAR.
-        keep: Whether the tensors are kept in memory, by `index`, and never made again: for small images that are read
-            many times, in one process. One such transform serves one split.
+        keep: Whether images are kept in memory, by `index`, as they are before the first random change, and never
+            opened again: for small images that are read many times, in one process. One such transform serves one
+            split.
     """
 
     mode = "RGB"
@@ -52,16 +53,15 @@ class ImageTransform:
 
     def __init__(self, config: Any, augmentation: str = "none", keep: bool = False) -> None:
         check_choice("augmentation", augmentation, AUGMENTATIONS)
-        if keep and augmentation != "none":
-            raise ValueError(f"augmentation={augmentation!r} makes new images every time: none can be kept.")
         processor = TimmWrapperImageProcessor(config.pretrained_cfg, config.architecture)
         self.transform = processor.train_transforms if augmentation == "timm" else processor.val_transforms
+        steps = self.transform.transforms
+        fixed = 0 if augmentation == "timm" else len(steps)  # how many come before the first that draws
         if augmentation in RANDOM_CROPS:
-            steps = [
-                RANDOM_CROPS[augmentation](step.size) if isinstance(step, (tv.CenterCrop, CenterCropOrPad)) else step
-                for step in self.transform.transforms
-            ]
+            fixed = next(i for i, step in enumerate(steps) if isinstance(step, (tv.CenterCrop, CenterCropOrPad)))
+            steps = [*steps[:fixed], RANDOM_CROPS[augmentation](steps[fixed].size), *steps[fixed + 1 :]]
             self.transform = tv.Compose(steps)
+        self._fixed, self._drawn = tv.Compose(steps[:fixed]), tv.Compose(steps[fixed:])
         for step in self.transform.transforms:
             if isinstance(step, tv.Normalize):
                 step.inplace = True  # the tensor is new, so another copy of it would be wasted
@@ -95,31 +95,29 @@ class ImageTransform:
         return output | {name: batch[column] for column, name in names.items() if column in batch}
 
     def _tensor(self, image: Any, place: int | None) -> torch.Tensor:
-        if self.kept is not None and place in self.kept:
-            return self.kept[place]
         name = None if isinstance(image, dict) and image.get("path") else f"image {place}"
         drawn = self.augmentation != "none" and self._seed is not None and place is not None
+        keep = self.kept is not None and place is not None
+        if keep and place not in self.kept:
+            self.kept[place] = self._fixed(open_image(image, self.mode, name))
         with _seeded([*self._seed.tolist(), place]) if drawn else nullcontext():
-            tensor = self.image(image, name)
-        if self.kept is not None and place is not None:
-            self.kept[place] = tensor
-        return tensor
+            return self._drawn(self.kept[place]) if keep else self.image(image, name)
 
 
 @contextmanager
 def _seeded(numbers: list[int]) -> Iterator[None]:
     """Seed the three generators that augmentations draw from, and restore them afterwards."""
     own = np.random.SeedSequence([number % 2**32 for number in numbers]).generate_state(1).item()
-    states = random.getstate(), np.random.get_state()
-    with torch.random.fork_rng(devices=[]):
-        try:
-            random.seed(own)
-            np.random.seed(own)
-            torch.manual_seed(own)
-            yield
-        finally:
-            random.setstate(states[0])
-            np.random.set_state(states[1])
+    states = random.getstate(), np.random.get_state(), torch.get_rng_state()
+    try:
+        random.seed(own)
+        np.random.seed(own)
+        torch.default_generator.manual_seed(own)  # not torch's own function: that formats the stack for a GPU, 1 ms
+        yield
+    finally:
+        random.setstate(states[0])
+        np.random.set_state(states[1])
+        torch.set_rng_state(states[2])
 
 
 class ProcessorTransform(ImageTransform):
@@ -142,7 +140,7 @@ def prepare(
 ) -> Dataset:
     """The dataset as the model takes it: images are opened, resized and normalised when they are read.
 
-    A dataset that was prepared so with `keep` comes back as it is, with the tensors that it holds.
+    A dataset that was prepared so with `keep` comes back as it is, with the images that it holds.
 
     Args:
         dataset: One split of `load_splits`.

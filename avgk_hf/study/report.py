@@ -25,23 +25,34 @@ from .plots import (
 )
 from .seeds import against, intervals
 from .spec import Comparison, Results, Run, best_of_curve, choose, finished, plan
+from .variants import LOGITS
 
 SCORES = ("softmax", "sigmoid")  # those that are compared
 BOUND_IMAGES = 2000
 SHOWN = {column.metric: column for column in columns_of("study")}
 Entries = dict[int, dict[str, Any]]  # by seed: what a run kept for one K
+# what the same weights are asked: an option of `variants`, and the head; "auto" is the best of those without logits
+ANSWERS = {"as above": ("none", "auto"), "temperature": ("temperature", "auto"), "flip": ("flip", "auto")}
+ANSWERS |= {"flip, temperature": ("flip, temperature", "auto"), "mean of logits": ("none", LOGITS)}
+ANSWERS["mean of logits, temperature"] = ("temperature", LOGITS)
 
 
-def summarise(comparison: Comparison) -> dict[str, Any]:
-    """All numbers of the report, from the files of the finished runs."""
-    results = [(run, finished(comparison, run)) for run in plan(comparison)]
-    if any(result is None for _, result in results):
+def summarise(comparison: Comparison, so_far: bool = False) -> dict[str, Any]:
+    """All numbers of the report, from the files of the finished runs; with `so_far` these need not be all."""
+    planned = [(run, finished(comparison, run)) for run in plan(comparison)]
+    results = [(run, result) for run, result in planned if result is not None]
+    if len(results) < len(planned) and not so_far:
         raise ValueError(f"{comparison.output_dir} is not complete: run the command again without --dry-run.")
+    if not any(run.phase == "final" for run, _ in results):
+        raise ValueError(f"{comparison.output_dir} has no finished training to report yet.")
     limits = _limits(comparison, results)
-    parts: dict[str, list[dict[str, Any]]] = {"rows": [], "heads": [], "scores": [], "transfer": []}
+    names = ("rows", "heads", "scores", "transfer", "options")
+    parts: dict[str, list[dict[str, Any]]] = {name: [] for name in names}
     for loss, k in itertools.product(comparison.losses, comparison.k):
-        entries, baseline = _entries(results, loss, k), _metrics(_entries(results, comparison.baseline, k), k)
-        own = {"loss": loss, "k": k}
+        entries, of_baseline = _entries(results, loss, k), _entries(results, comparison.baseline, k)
+        if so_far and not entries:
+            continue
+        own, baseline = {"loss": loss, "k": k}, _metrics(of_baseline, k)
         row = {**own, "values": choose(comparison, loss, k), "seeds": sorted(entries)}
         row |= against(_metrics(entries, k), baseline, SHOWN.values())
         reached = row["metrics"].get(ACCURACY.metric)
@@ -58,6 +69,7 @@ def summarise(comparison: Comparison) -> dict[str, Any]:
         for other in comparison.k if each_k else ():
             found = _shown(_metrics(entries, other))
             parts["transfer"].append({"loss": loss, "trained": k, "tested": other, "metrics": found})
+        parts["options"] += [{**own, **row} for row in _option_rows(entries, of_baseline, k)]
     diverged = [(run, result["error"]) for run, result in results if result["error"]]
     return {
         "dataset": results[0][1]["config"]["dataset"],
@@ -74,6 +86,7 @@ def summarise(comparison: Comparison) -> dict[str, Any]:
         "diverged": [f"{run}: {error}" for run, error in diverged if run.phase != "tune"],
         "diverged_tuning": sum(run.phase == "tune" for run, _ in diverged),
         "hours": sum(result["seconds"] for _, result in results) / 3600,
+        **({"finished": len(results), "planned": len(planned)} if len(results) < len(planned) else {}),
     }
 
 
@@ -98,6 +111,34 @@ def _metrics(
             validation = entry["validation"][kind]
             of_seed = max(validation, key=lambda name: validation[name][key][ACCURACY.metric])
         found[seed] = entry["test"][kind][of_seed][key]
+    return found
+
+
+def _option_rows(entries: Entries, baseline: Entries, k: float) -> list[dict[str, Any]]:
+    """Of every option: accuracy, difference to the same weights without it, and to the baseline with it."""
+    if not entries or not all("variants" in entry for entry in (*entries.values(), *baseline.values())):
+        return []
+    plain, rows = _optional(entries, k, "none", "auto"), []
+    for name, (option, head) in ANSWERS.items():
+        own = _optional(entries, k, option, head)
+        if own:
+            metrics = {seed: entry["test"] for seed, entry in own.items()}
+            gain = against(metrics, {seed: entry["test"] for seed, entry in plain.items()}, SHOWN.values())
+            other = _optional(baseline, k, option, "auto")
+            ahead = against(metrics, {seed: entry["test"] for seed, entry in other.items()}, SHOWN.values())
+            rows.append({"option": name, **gain, "ahead": {"difference": ahead["difference"]}})
+            rows[-1]["temperatures"] = sorted({entry["temperature"] for entry in own.values()})
+    return rows
+
+
+def _optional(entries: Entries, k: float, option: str, head: str) -> Entries:
+    """By seed what was measured with an option, of a head, or of that which is best with it on validation."""
+    found = {}
+    for seed, entry in entries.items():
+        of_head = {name: of_k[k_key(k)] for name, of_k in entry["variants"].get(option, {}).items()}
+        own = [of_head[name] for name in (HEADS if head == "auto" else (head,)) if name in of_head]
+        if own:
+            found[seed] = max(own, key=lambda measured: measured["validation"])
     return found
 
 
@@ -145,6 +186,8 @@ def comparison_text(summary: dict[str, Any]) -> str:
     ]
     if seeds < 5:
         blocks.append(f"**{seeds} seed(s) are too few to conclude anything; take 5 or more.**")
+    if "planned" in summary:
+        blocks.append(f"**{summary['finished']} of {summary['planned']} trainings are finished; this is from them.**")
     blocks += [f"**Missing:** {text}" for text in summary["diverged"]]
     if summary["diverged_tuning"]:
         blocks.append(f"{summary['diverged_tuning']} of the trainings to tune diverged; they count as worst.")
@@ -239,6 +282,15 @@ EXPLAIN_LIMITS = (
 )
 
 
+EXPLAIN_OPTIONS = (
+    "Temperature: the score is softmax(z / T), with that of ten values of T from 0.35 to 8 that has the highest"
+    " validation accuracy, for every K, head and seed. Flip: the mean of the scores of the image and of its mirror"
+    " image. Mean of logits: the score of the mean of both heads' logits, in place of the mean of their"
+    " probabilities, and compared with the baseline's own. Head and thresholds come from validation with the same"
+    " option."
+)
+
+
 def _ablations(summary: dict[str, Any]) -> list[str]:
     blocks, index = [], {"loss": "loss", "k": "K"}
     if summary["heads"]:
@@ -249,6 +301,18 @@ def _ablations(summary: dict[str, Any]) -> list[str]:
     if summary["scores"]:
         blocks += ["## Which score is thresholded", "With the head that answers in the tables above."]
         blocks.append(_pivot(summary["scores"], index, "score", _accuracy))
+    if summary["options"]:
+        blocks += ["## What else the same weights answer", EXPLAIN_OPTIONS]
+        blocks.append(_pivot(summary["options"], index, "option", _accuracy))
+        blocks.append("Paired difference to the same weights without it, and in brackets the seeds won:")
+        changed = [row for row in summary["options"] if row["option"] != "as above"]
+        blocks.append(_pivot(changed, index, "option", _difference))
+        blocks.append(f"Paired difference to {summary['baseline']} with the same option:")
+        others = [row for row in summary["options"] if row["loss"] != summary["baseline"]]
+        blocks.append(_pivot(others, index, "option", lambda row: _difference(row["ahead"])))
+        blocks.append("Temperatures that validation chose:")
+        chosen = [row for row in summary["options"] if "temperature" in row["option"]]
+        blocks.append(_pivot(chosen, index, "option", lambda row: ", ".join(map(k_key, row["temperatures"]))))
     if summary["transfer"]:
         index = {"loss": "loss", "trained": "trained for"}
         blocks.append("## Trained for one K, calibrated for another")
@@ -260,9 +324,14 @@ def _write_json(path: Path, content: Any) -> None:
     write_text(path, json.dumps(content, indent=1, ensure_ascii=False) + "\n")
 
 
-def write_comparison(comparison: Comparison) -> str:
-    """Write report.md, report.json and the pictures to the output folder and return the Markdown."""
-    summary = summarise(comparison)
+def write_comparison(comparison: Comparison, so_far: bool = False) -> str:
+    """Write report.md, report.json and the pictures to the output folder and return the Markdown.
+
+    Args:
+        comparison: What was compared.
+        so_far: Whether to report what is finished, if not all is.
+    """
+    summary = summarise(comparison, so_far)
     text = comparison_text(summary)
     folder = Path(comparison.output_dir)
     write_text(folder / "report.md", text)
@@ -274,7 +343,7 @@ def write_comparison(comparison: Comparison) -> str:
     limits = {name: {float(key): value for key, value in of_k.items()} for name, of_k in summary["limits"].items()}
     title = "Average-K accuracy on test, mean and 95% interval over seeds"
     in_both_formats(accuracy_curve, folder / "accuracy_against_k", curves, limits=limits, title=title)
-    results = [(run, finished(comparison, run)) for run in plan(comparison)]
+    results = [(run, result) for run in plan(comparison) if (result := finished(comparison, run)) is not None]
     _draw_set_sizes(comparison, results, folder)
     _draw_learning(comparison, results, folder)
     for loss, rows in summary.get("balance_curves", {}).items():
@@ -311,7 +380,8 @@ def _draw_learning(comparison: Comparison, results: list[tuple[Run, Results]], f
     """Of the longest trainings that tuned a loss the best, because a short one may end before it overfits."""
     at, longest = comparison.first_k, {}
     for loss in comparison.losses:
-        of_loss = [result for run, result in results if run.phase == "tune" and run.loss == loss]
+        phase = "tune" if comparison.searched(loss) else "final"
+        of_loss = [result for run, result in results if run.phase == phase and run.loss == loss]
         tuned = [result for result in of_loss if not result["error"] and result["k"] in (None, at)]
         if tuned:
             best = max(tuned, key=lambda result: (result["epochs"], best_of_curve(result, at)))

@@ -15,6 +15,7 @@ import threading
 import time
 from collections import defaultdict
 from collections.abc import Sequence
+from contextlib import nullcontext
 from datetime import timedelta
 from importlib.metadata import version
 from pathlib import Path
@@ -29,8 +30,8 @@ from transformers import PrinterCallback, ProgressCallback, TrainerCallback
 
 from .. import __version__
 from ..checks import check_whole
-from ..data import prepare
 from ..evaluation import Evaluation
+from ..features import Features
 from ..files import output_folder, write_text
 from ..recipes import Arguments
 from ..scope import Balancing
@@ -38,11 +39,13 @@ from ..scores import NotFinite
 from ..sets import k_key, metric_name
 from ..shell import guarded, is_secret
 from ..statistics import set_size_counts
+from ..train import as_input
 from ..trainer import AvgKTrainer
 from .balances import measure_balances
 from .report import SCORES, write_comparison
 from .spec import Comparison, Results, Run, best_of_curve, finished, num_epochs, plan, run_path
 from .training import load_trainer, measured_only
+from .variants import Kind, Variant, chosen, mirrored, to_calibrate, to_test
 
 TIMED_STEPS = 20
 
@@ -88,10 +91,12 @@ def run_arguments(comparison: Comparison, run: Run, folder: str) -> Arguments:
 def run_trainer(
     comparison: Comparison, run: Run, folder: str
 ) -> tuple[AvgKTrainer, dict[str, Dataset], dict[str, Any]]:
-    """The trainer of a run, its data, and what the recipe came to."""
+    """The trainer of a run, its data, those of test as the model takes them, and what the recipe came to."""
     torch.set_num_threads(1)  # on every machine and with every number of workers the same rounding
     model_args, data_args, args = arguments = run_arguments(comparison, run, folder)
     trainer, data = load_trainer(arguments, run.times, run.phase == "tune", needs_test=True)
+    if "test" in data:
+        data["test"] = as_input(data["test"], trainer.model, data_args, args, keep=False)
     for callback in (PrinterCallback, ProgressCallback):
         trainer.remove_callback(callback)
     blocks = {**vars(model_args), **vars(data_args), "dataset": trainer.dataset_name}
@@ -102,7 +107,11 @@ def run_trainer(
 
 
 def measure(
-    trainer: AvgKTrainer, dataset: Dataset, ks: Sequence[float], given: dict | None = None
+    trainer: AvgKTrainer,
+    dataset: Dataset,
+    ks: Sequence[float],
+    given: dict | None = None,
+    variants: dict[Kind, Variant] | None = None,
 ) -> dict[str, Evaluation]:
     """Every score of every head in one pass over a dataset.
 
@@ -111,6 +120,7 @@ def measure(
         dataset: Prepared images.
         ks: Average set sizes.
         given: {score: {head: {K: lambda_val}}}; None to calibrate.
+        variants: What else is collected in the same pass.
 
     Returns:
         {score: evaluation}.
@@ -128,16 +138,21 @@ def measure(
         )
         for kind in dict.fromkeys((config.score, *SCORES))
     }
-    trainer.collect(list(found.values()), trainer.get_eval_dataloader(dataset))
+    variants = variants or {}
+    flip = any(variant.flip for variant in variants.values())
+    with mirrored(trainer.model) if flip else nullcontext():
+        trainer.collect([*found.values(), *variants.values()], trainer.get_eval_dataloader(dataset))
     return found
 
 
 def _test_weights(trainer: AvgKTrainer, test: Dataset, ks: Sequence[float]) -> dict[str, Any]:
     """Calibrate the trainer's model on validation and evaluate it on test: each once, for all K, heads and scores."""
     config = trainer.model.config
-    validation = measure(trainer, trainer.eval_dataset, ks)
+    calibrated = to_calibrate(config, len(trainer.eval_dataset), ks, flip=not isinstance(test, Features))
+    validation = measure(trainer, trainer.eval_dataset, ks, variants=calibrated)
     thresholds = {kind: evaluation.lambdas() for kind, evaluation in validation.items()}
-    tested = measure(trainer, prepare(test, config), ks, thresholds)
+    evaluated = to_test(config, len(test), ks, calibrated)
+    tested = measure(trainer, test, ks, thresholds, evaluated)
     own = validation[config.score]
     heads = {k: config.head if config.head != "auto" else own.best_head(k) for k in ks}
     sizes = {k: set_size_counts(tested[config.score].statistics[heads[k]], k, config.train_counts) for k in ks}
@@ -147,6 +162,7 @@ def _test_weights(trainer: AvgKTrainer, test: Dataset, ks: Sequence[float]) -> d
         "validation": _nested(validation),
         "test": _nested(tested),
         "set_sizes": {k_key(k): found for k, found in sizes.items()},
+        "variants": chosen(calibrated, evaluated),
     }
 
 
@@ -309,13 +325,14 @@ def time_epoch(comparison: Comparison) -> float:
         return step * in_epoch + time.perf_counter() - start
 
 
-def run_comparison(comparison: Comparison, workers: int = 1, dry_run: bool = False) -> str:
+def run_comparison(comparison: Comparison, workers: int = 1, dry_run: bool = False, so_far: bool = False) -> str:
     """Do the comparison, or what is left of it, and write report.md, report.json and pictures.
 
     Args:
         comparison: What to compare.
         workers: Processes, with one thread each; several shells may run the same command besides.
         dry_run: Only say what would be done and how long it would take.
+        so_far: Train nothing, and report what is finished.
 
     Returns:
         The report, or the plan.
@@ -327,14 +344,16 @@ def run_comparison(comparison: Comparison, workers: int = 1, dry_run: bool = Fal
         return describe_plan(comparison, workers)
     output_folder(comparison.output_dir)
     try:
-        if workers == 1:
+        if so_far:
+            pass
+        elif workers == 1:
             work(comparison)
         elif any(finished(comparison, run) is None for run in plan(comparison)):
             _work_together(comparison, workers)
     except KeyboardInterrupt as stop:
         raise type(stop)("stopped; finished runs are kept, and the same command goes on with the rest.") from None
     with FileLock(_locks(comparison) / "report.lock"):
-        return write_comparison(comparison)
+        return write_comparison(comparison, so_far)
 
 
 def _work_together(comparison: Comparison, workers: int) -> None:

@@ -166,7 +166,7 @@ class Comparison:
         self.shared = check_search("shared", self.shared, of_all)
         for name, own in self.losses.items():
             self.losses[name] = check_search(name, own, known[name] | {"objective"}, fixed=True)
-            check_combinations(name, self._grid(name).values())
+            check_combinations(name, self.searched(name).values())
         check_choice("baseline", self.baseline, self.losses)
         flags = flag_names(self.overrides)
         for name in flags & {*SET_HERE, *self.shared, *(name for own in self.losses.values() for name in own)}:
@@ -206,7 +206,7 @@ class Comparison:
         """The epochs of a training with these hyperparameters."""
         return float(values.get("num_train_epochs", self.arguments[2].num_train_epochs))
 
-    def _grid(self, loss: str) -> dict[str, list[Any]]:
+    def searched(self, loss: str) -> dict[str, list[Any]]:
         """All that is searched for a loss, its own values before those that are shared."""
         return {
             name: values for name, values in {**self.shared, **self.losses[loss]}.items() if isinstance(values, list)
@@ -218,7 +218,7 @@ class Comparison:
         Each next one is that whose values, alone and in pairs, were drawn least for their number: with few draws, too,
         every value of every field is tried about equally often.
         """
-        grid = self._grid(loss)
+        grid = self.searched(loss)
         fixed = {name: value for name, value in self.losses[loss].items() if name not in {*grid, "objective"}}
         combinations = [dict(zip(grid, values, strict=True)) for values in itertools.product(*grid.values())]
         random.Random(0).shuffle(combinations)
@@ -293,7 +293,9 @@ def finished(comparison: Comparison, run: Run) -> Results | None:
 
 
 def tuning_runs(comparison: Comparison, loss: str, k: float | None) -> list[Run]:
-    """The trainings that tune a loss for one K."""
+    """The trainings that tune a loss for one K; none where there is nothing to choose."""
+    if not comparison.searched(loss):
+        return []
     return [Run("tune", loss, k, values, comparison.tune_seed) for values in comparison.configurations(loss)]
 
 
@@ -304,6 +306,8 @@ def choose(comparison: Comparison, loss: str, k: float) -> dict[str, Any] | None
     found = [finished(comparison, run) for run in runs]
     if any(result is None for result in found):
         return None
+    if not runs:
+        return comparison.configurations(loss)[0]
     values = [best_of_curve(result, at) for result in found]
     if max(values) < 0:
         raise ValueError(
