@@ -311,3 +311,30 @@ def resnet10_cifar(pretrained: bool = False, **kwargs: Any) -> ResNet:
     """A ResNet of 10 layers and 0.7 million weights for 32 x 32 images, which a processor trains in minutes."""
     shape = {"block": BasicBlock, "layers": (1, 1, 1, 1), "channels": (24, 48, 96, 192)}
     return build_model_with_cfg(CifarResNet, "resnet10_cifar", pretrained, **{**shape, **kwargs})
+
+
+def check_pixels(pixel_values: Any, channels: int) -> None:
+    """Refuse what is no batch of prepared images for a model with so many channels."""
+    remedy = "Prepare images with `avgk_hf.prepare` or the image processor of the model."
+    if not isinstance(pixel_values, Tensor):
+        raise ValueError(f"pixel_values of type {type(pixel_values).__name__}: expected a tensor. {remedy}")
+    if pixel_values.ndim != 4:
+        raise ValueError(
+            f"pixel_values of shape {tuple(pixel_values.shape)}: expected (images, channels, height, width), so"
+            f" `pixel_values[None]` for one image. {remedy}"
+        )
+    if not pixel_values.is_floating_point():
+        raise ValueError(f"pixel_values of type {pixel_values.dtype} are not normalised. {remedy}")
+    if pixel_values.shape[1] != channels and {pixel_values.shape[1], channels} != {1, 3}:
+        raise ValueError(f"pixel_values with {pixel_values.shape[1]} channels: the model takes {channels}. {remedy}")
+
+
+def match_channels(pixel_values: Tensor, channels: int) -> Tensor:
+    """Grey images (B, 1, H, W) for a colour model, and colour images for a grey one."""
+    given = pixel_values.shape[1]
+    if given == 1 and channels == 3:
+        return pixel_values.expand(-1, 3, -1, -1)
+    if given == 3 and channels == 1:
+        luma = pixel_values.new_tensor([0.299, 0.587, 0.114])  # as Pillow converts to grey
+        return (pixel_values * luma[:, None, None]).sum(1, keepdim=True)
+    return pixel_values

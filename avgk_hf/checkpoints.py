@@ -3,7 +3,6 @@
 What private methods of transformers' Trainer are needed for stands here and nowhere else: `HOOKS` names them.
 """
 
-import datetime
 import math
 import os
 import re
@@ -35,16 +34,15 @@ from transformers.utils import logging
 from .averaging import WeightAverage, check_average
 from .checks import read_json
 from .data.transforms import ImageTransform
-from .files import UNFINISHED, check_output_dir, fresh_folder, make_folder, new_file, open_log, replacing
+from .files import UNFINISHED, check_output_dir, fresh_folder, make_folder, new_file, replacing
 from .hub import OBJECTIVE_STATE, push_folder
 from .losses import LOSSES
-from .progress import look_for_unused, print_lines
+from .progress import LogFile, look_for_unused, print_lines
 from .scores import NotFinite
 from .training_args import optimizer_states
 from .weights import ADAPTER, check_folder, check_safetensors, with_calibration
 
 logger = logging.get_logger(__name__)
-LOG = "train.log"
 HOOKS = {  # the private methods of Trainer that are overridden, and why nothing public will do
     "_save_checkpoint": "a checkpoint is written aside and takes its place when it is complete",
     "_get_grad_norm": "the gradients of a frozen backbone are not looked for in every step",
@@ -308,37 +306,6 @@ class GoingOn(TrainerCallback):
         if isinstance(transform, ImageTransform):
             seed = args.seed if args.data_seed is None else args.data_seed
             transform.seed(seed, state.global_step // self.trainer._steps_per_epoch)
-
-
-class LogFile(TrainerCallback):
-    """Writes what the Trainer logs while training to train.log; a resumed run goes on in the same file."""
-
-    _training = False
-
-    def _write(self, args: TrainingArguments, state: TrainerState, text: str) -> None:
-        if not state.is_world_process_zero:
-            return
-        time = datetime.datetime.now().strftime("%Y-%m-%d %H:%M:%S")
-        try:
-            with open_log(Path(args.output_dir) / LOG) as file:
-                file.write(f"{time}  step {state.global_step}/{state.max_steps}  {text}\n")
-        except OSError as error:  # a full disk ends the training where something is lost, at the next checkpoint
-            logger.warning_once(f"{Path(args.output_dir) / LOG} could not be written ({error}).")
-
-    def on_train_begin(self, args: TrainingArguments, state: TrainerState, control: Any, **kwargs: Any) -> None:
-        self._training = True
-        self._write(args, state, "training goes on" if state.global_step else "training starts")
-
-    def on_log(self, args: TrainingArguments, state: TrainerState, control: Any, logs: Any = None, **_: Any) -> None:
-        if self._training:
-            numbers = (f"{k} {v:.6g}" if isinstance(v, float) else f"{k} {v}" for k, v in (logs or {}).items())
-            self._write(args, state, "  ".join(numbers))
-
-    def on_save(self, args: TrainingArguments, state: TrainerState, control: Any, **kwargs: Any) -> None:
-        self._write(args, state, f"saved {PREFIX_CHECKPOINT_DIR}-{state.global_step}")
-
-    def on_train_end(self, args: TrainingArguments, state: TrainerState, control: Any, **kwargs: Any) -> None:
-        self._write(args, state, f"training ends, best checkpoint: {state.best_model_checkpoint or 'none'}")
 
 
 def check_checkpoint(folder: str | Path) -> None:

@@ -17,7 +17,7 @@ from transformers import initialization as init
 from transformers.models.auto.modeling_auto import MODEL_FOR_IMAGE_CLASSIFICATION_MAPPING_NAMES
 from transformers.utils import ModelOutput
 
-from .backbones import create_backbone, feature_width
+from .backbones import check_pixels, create_backbone, feature_width, match_channels
 from .calibration import Calibration
 from .configuration import AvgKConfig, code_files, installed_losses, processor_config
 from .details import load_details
@@ -301,33 +301,9 @@ class AvgKForImageClassification(PreTrainedModel):
         return self.backbone(self._pixels(pixel_values))
 
     def _pixels(self, pixel_values: Tensor) -> Tensor:
-        self._check_pixels(pixel_values)
-        return self._match_channels(pixel_values.to(self.device, self.dtype))
-
-    def _check_pixels(self, pixel_values: Tensor) -> None:
-        """Refuse what is no batch of prepared images."""
-        wanted = self.config.model_args.get("in_chans", 3)
-        remedy = "Prepare images with `avgk_hf.prepare` or the image processor of the model."
-        if not isinstance(pixel_values, Tensor):
-            raise ValueError(f"pixel_values of type {type(pixel_values).__name__}: expected a tensor. {remedy}")
-        if pixel_values.ndim != 4:
-            raise ValueError(
-                f"pixel_values of shape {tuple(pixel_values.shape)}: expected (images, channels, height, width), so"
-                f" `pixel_values[None]` for one image. {remedy}"
-            )
-        if not pixel_values.is_floating_point():
-            raise ValueError(f"pixel_values of type {pixel_values.dtype} are not normalised. {remedy}")
-        if pixel_values.shape[1] != wanted and {pixel_values.shape[1], wanted} != {1, 3}:
-            raise ValueError(f"pixel_values with {pixel_values.shape[1]} channels: the model takes {wanted}. {remedy}")
-
-    def _match_channels(self, pixel_values: Tensor) -> Tensor:
-        given, wanted = pixel_values.shape[1], self.config.model_args.get("in_chans", 3)
-        if given == 1 and wanted == 3:
-            return pixel_values.expand(-1, 3, -1, -1)
-        if given == 3 and wanted == 1:
-            luma = pixel_values.new_tensor([0.299, 0.587, 0.114])  # as Pillow converts to grey
-            return (pixel_values * luma[:, None, None]).sum(1, keepdim=True)
-        return pixel_values
+        channels = self.config.model_args.get("in_chans", 3)
+        check_pixels(pixel_values, channels)
+        return match_channels(pixel_values.to(self.device, self.dtype), channels)
 
     def _objective(self) -> nn.Module:
         try:

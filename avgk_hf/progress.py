@@ -1,16 +1,31 @@
-"""What a training prints: one line for each evaluation, and on a terminal one progress bar."""
+"""What a training says: one line for each evaluation, on a terminal one progress bar, and all of it in train.log."""
 
+import datetime
 import sys
 import time
+from pathlib import Path
 from typing import Any
 
 import torch
 from torch import nn
 from torch.func import functional_call
-from transformers import PrinterCallback, ProgressCallback, Trainer, TrainerState, TrainingArguments
+from transformers import (
+    PrinterCallback,
+    ProgressCallback,
+    Trainer,
+    TrainerCallback,
+    TrainerState,
+    TrainingArguments,
+)
+from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
+from transformers.utils import logging
 
+from .files import open_log
 from .scores import head_logits
 from .sets import k_key
+
+logger = logging.get_logger(__name__)
+LOG = "train.log"
 
 
 class EpochLines(ProgressCallback):
@@ -118,3 +133,34 @@ def print_lines(trainer: Trainer) -> None:
         if trainer.pop_callback(stock) is not None:
             trainer.add_callback(EpochLines(bars=stock is ProgressCallback))
             return
+
+
+class LogFile(TrainerCallback):
+    """Writes what the Trainer logs while training to train.log; a resumed run goes on in the same file."""
+
+    _training = False
+
+    def _write(self, args: TrainingArguments, state: TrainerState, text: str) -> None:
+        if not state.is_world_process_zero:
+            return
+        time = datetime.datetime.now().strftime("%Y-%m-%d %H:%M:%S")
+        try:
+            with open_log(Path(args.output_dir) / LOG) as file:
+                file.write(f"{time}  step {state.global_step}/{state.max_steps}  {text}\n")
+        except OSError as error:  # a full disk ends the training where something is lost, at the next checkpoint
+            logger.warning_once(f"{Path(args.output_dir) / LOG} could not be written ({error}).")
+
+    def on_train_begin(self, args: TrainingArguments, state: TrainerState, control: Any, **kwargs: Any) -> None:
+        self._training = True
+        self._write(args, state, "training goes on" if state.global_step else "training starts")
+
+    def on_log(self, args: TrainingArguments, state: TrainerState, control: Any, logs: Any = None, **_: Any) -> None:
+        if self._training:
+            numbers = (f"{k} {v:.6g}" if isinstance(v, float) else f"{k} {v}" for k, v in (logs or {}).items())
+            self._write(args, state, "  ".join(numbers))
+
+    def on_save(self, args: TrainingArguments, state: TrainerState, control: Any, **kwargs: Any) -> None:
+        self._write(args, state, f"saved {PREFIX_CHECKPOINT_DIR}-{state.global_step}")
+
+    def on_train_end(self, args: TrainingArguments, state: TrainerState, control: Any, **kwargs: Any) -> None:
+        self._write(args, state, f"training ends, best checkpoint: {state.best_model_checkpoint or 'none'}")

@@ -17,7 +17,7 @@ LAYERS = [
     "monitor pipeline modeling auto",
     "classifiers confusions evaluation features metrics",
     "averaging training_args hub model_card progress checkpoints optimizers predictions trainer export app",
-    "recipes study.columns study.seeds study.drawing study.plots train"
+    "recipes study.columns study.seeds study.drawing study.plots study.class_plots train"
     " study.spec study.training study.balances study.variants study.report study.runner study.sweep",
     "commands cli",
 ]

@@ -33,7 +33,7 @@ def run(args: argparse.Namespace) -> int:
     else:
         _print(found, args.train_split)
     if args.plot:
-        from ..study.plots import count_bars
+        from ..study.class_plots import count_bars
 
         count_bars(found.names, found.counts, args.plot)
     return int(bool(found.problems))

@@ -102,7 +102,8 @@ def run(args: argparse.Namespace) -> None:
 
 def _show_sets(listed: Any, args: argparse.Namespace, name: str) -> list[Path]:
     """Write what was asked for about the sets, and return the files."""
-    from ..study.plots import confusion_groups, contact_sheet
+    from ..study.class_plots import confusion_groups
+    from ..study.plots import contact_sheet
 
     asked, files = f"{name}, K = {listed.k:g}", []
     if listed.labels is not None:
