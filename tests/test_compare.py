@@ -133,7 +133,8 @@ def test_a_miniature(config, tmp_path, capsys):
     ):
         assert f"## {title}" in text
     assert report["limits"] == {}  # known for generated data only
-    for name in ("accuracy_against_k", "set_sizes", "set_sizes_by_shot", "learning_curves"):
+    assert not list(out.glob("learning_curves.*"))  # one epoch makes no curve
+    for name in ("accuracy_against_k", "set_sizes", "set_sizes_by_shot"):
         assert (out / f"{name}.png").read_bytes()[:4] == b"\x89PNG" and "<svg" in (out / f"{name}.svg").read_text()
 
     # nothing is computed again, also not for the plan; one more seed adds to what is there

@@ -111,8 +111,14 @@ class Answers:
             found.append(row(name, ("k", k), labels))
         return found
 
-    def table_html(self, rows: list[Row], k: float) -> str:
-        """Several images with their sets for one K, and all of the rows as a file that the page itself holds."""
+    def table_html(self, rows: list[Row], k: float, left: int = 0) -> str:
+        """Several images with their sets for one K, and all of the rows as a file that the page itself holds.
+
+        Args:
+            rows: Of every image as `rows` gives them.
+            k: One of the recorded.
+            left: How many images were left out.
+        """
         file = io.StringIO()
         write_csv(file)(rows)
         shown = []
@@ -121,7 +127,7 @@ class Answers:
             more = f"and {each['size'] - NAMES} more" if each["size"] > NAMES else ""
             shown.append({**each, "names": names, "more": more})
         data = base64.b64encode(file.getvalue().encode("utf-8-sig")).decode()
-        return render("several.html", shown=shown, k=k_key(k), many=self.many, data=data)
+        return render("several.html", shown=shown, k=k_key(k), many=self.many, data=data, left=left)
 
     @torch.no_grad()
     def scores(self, pixels: Tensor) -> dict[str, Tensor]:

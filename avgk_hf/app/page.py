@@ -100,7 +100,7 @@ class _Events:
             if path not in self.looked_at.values():
                 forget_upload(self.page, path)
         nearest = min(self.answers.ks, key=lambda other: abs(other - k))  # the recorded one
-        return self.answers.table_html(rows, nearest) if rows else ""
+        return self.answers.table_html(rows, nearest, max(0, len(paths) - MOST_AT_ONCE)) if rows else ""
 
     def ask_by(self, by: str) -> list[dict[str, Any]]:
         """Which control is seen."""
