@@ -185,7 +185,6 @@ def promise(calibration: Calibration) -> str | None:
         return None
     verb = "were" if len(chosen) > 1 else "was"
     return (
-        f"coverage is approximate: the {' and the '.join(chosen)} of this model {verb} chosen on the images"
-        " of its calibration. It holds exactly with `calibration_split: auto` in the recipe, or after `avgk calibrate"
-        " --keep-heads` on other images."
+        f"coverage is approximate: the {' and the '.join(chosen)} {verb} chosen on the images of the calibration;"
+        " `calibration_split: auto` in a recipe keeps some aside, `avgk calibrate --keep-heads` takes others."
     )

@@ -130,7 +130,7 @@ def test_info_of_a_run(trained_run, tmp_path, capsys):
     assert found["can_be_asked"]["k"] == [1, 2, 3] and found["can_be_asked"]["heads"] == dict.fromkeys("123", "ml")
     assert set(found["can_be_asked"]["coverage"]) == {"0.9", "0.95"} and found["calibrated_on"]["num_examples"] == 30
     assert found["stale"] == [] and set(found["results"]) == {"validation", "test"}
-    assert "the checkpoint of this model was chosen" in found["promise"]
+    assert "the checkpoint was chosen" in found["promise"]
     assert main(["info", str(run)]) == 0
     text = capsys.readouterr().out
     for part in ("6 (ash, beech, cedar, ...); 72 training images", "--k 1 to 3", "on 30 images of trees validation"):
@@ -215,7 +215,7 @@ def test_a_calibration_says_what_was_chosen_on_its_images(recipe, image_folder, 
 
     # the same images as those that chose the checkpoint, and the head chosen on them
     assert main(["calibrate", str(run), str(image_folder), "--coverage", "0.9"]) == 0
-    assert "coverage is approximate: the checkpoint and the head of this model were" in capsys.readouterr().out
+    assert "coverage is approximate: the checkpoint and the head were chosen" in capsys.readouterr().out
     assert main(["predict", str(run), image, "--coverage", "0.9"]) == 0
     assert "coverage is approximate" in capsys.readouterr().err
     assert main(["predict", str(run), image]) == 0

@@ -128,6 +128,8 @@ def _as_text(name: str, found: dict[str, Any]) -> str:
     for split, metrics in found["results"].items():
         shown = {metric: metrics[metric] for metric in SHOWN if metrics.get(metric) is not None}
         forms = {metric: f"{value:.2f}" if "size" in metric else f"{value:.2%}" for metric, value in shown.items()}
-        lines[split] = ", ".join(f"{metric.replace('_', ' ')} {form}" for metric, form in forms.items())
+        lines[split] = ", ".join(
+            f"{metric.replace('_k_', '-K ').replace('_', ' ')} {form}" for metric, form in forms.items()
+        )
     lines["out of date"] = ", ".join(found["stale"])
     return "\n".join(f"{label:14}{printable(text)}" for label, text in lines.items() if text)

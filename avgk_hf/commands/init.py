@@ -72,7 +72,8 @@ def recipe_for(splits: Any, args: argparse.Namespace) -> str:
         raise ValueError(f"the dataset has no split 'train', only {list(splits)}: images belong in train/<class>/.")
     images, classes = int(counts["train"].sum()), len(counts["train"])
     sides, grey = sample_images(splits["train"])
-    side = min(224, max(64, round(sorted(sides)[len(sides) // 2] / 32) * 32))
+    median = sorted(sides)[len(sides) // 2]
+    side = min(224, max(64, round(median / 32) * 32))
     model, batch = next((name, batch) for most, name, batch in BACKBONES if images <= most)
     batch = min(batch, max(images // 8, 2))
     reason = "the batch shares the candidate classes of AVG-K" if batch >= 16 else "few, because there are few images"
@@ -84,7 +85,7 @@ def recipe_for(splits: Any, args: argparse.Namespace) -> str:
         model=model,
         images=images,
         side=side,
-        side_reason=f"half of the images are smaller than {sorted(sides)[len(sides) // 2]} pixels; 128 trains faster",
+        side_reason=f"the images have a shorter side of {median} pixels, in the median; 128 trains faster",
         colour="grey images, shown to the backbone as colour, which its weights know" if grey else "colour",
         k=k,
         classes=classes,
