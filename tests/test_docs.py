@@ -15,9 +15,8 @@ import avgk_hf
 from avgk_hf.cli import build_parser
 
 ROOT = Path(__file__).parent.parent
-GUIDE = "".join(
-    (ROOT / "docs" / name).read_text(encoding="utf-8") for name in ("choose_k.md", "hosting.md", "rare_species.md")
-)
+PAGES = ("choose_k.md", "hosting.md", "rare_species.md")
+GUIDE = "".join((ROOT / "docs" / name).read_text(encoding="utf-8") for name in PAGES)
 
 
 @pytest.fixture(scope="module")
