@@ -639,7 +639,9 @@ def test_a_comparison_measures_balances(tmp_path):
     path = str(find_recipe("glyphs/compare_balance.yaml"))
     comparison = read_comparison(path, output_dir=str(tmp_path))
     runs = plan(comparison)
-    assert {(run.loss, run.k) for run in runs if run.phase == "final"} == {("ce", None), ("avgk", 3)}  # for all K
+    further = {"losses": {"ce": {}, "avgk": {}}, "output_dir": str(tmp_path)}
+    final = {(run.loss, run.k, run.ks) for run in plan(read_comparison(path, **further)) if run.phase == "final"}
+    assert final == {("ce", None, (2, 3, 5, 10)), ("avgk", 3, (2, 3, 5, 10))}  # one training for all K
     name = run_path(comparison, runs[0])
     comparison.balances = []
     assert run_path(comparison, runs[0]) != name
