@@ -29,7 +29,7 @@ from avgk_hf.scope import GRID, Balancing, given_prevalence
 from avgk_hf.scores import answering_logits, balance_weights, normalised, score, smoothed_prevalence
 from avgk_hf.sets import average_k_threshold
 from avgk_hf.statistics import MeanScores, SetStatistics, class_means
-from avgk_hf.study.balances import chosen
+from avgk_hf.study.balances import COVERAGES, chosen, measure_balances
 from avgk_hf.study.spec import plan, read_comparison, run_path
 from avgk_hf.training_args import AvgKTrainingArguments
 from avgk_hf.weights import CALIBRATION, take_calibration, with_calibration
@@ -639,10 +639,33 @@ def test_a_comparison_measures_balances(tmp_path):
     path = str(find_recipe("glyphs/compare_balance.yaml"))
     comparison = read_comparison(path, output_dir=str(tmp_path))
     runs = plan(comparison)
-    assert {(run.loss, run.k) for run in runs if run.phase == "final"} == {("ce", None), ("avgk", 3)}  # for all K
+    further = {"losses": {"ce": {}, "avgk": {}}, "output_dir": str(tmp_path)}
+    final = {(run.loss, run.k, run.ks) for run in plan(read_comparison(path, **further)) if run.phase == "final"}
+    assert final == {("ce", None, (2, 3, 5, 10)), ("avgk", 3, (2, 3, 5, 10))}  # one training for all K
     name = run_path(comparison, runs[0])
     comparison.balances = []
     assert run_path(comparison, runs[0]) != name
     for wrong in ([0.3], "auto", [None]):
         with pytest.raises(ValueError, match=r"balances=.* must be a list, each among"):
             read_comparison(path, output_dir=str(tmp_path), balances=wrong)
+
+
+def test_what_a_run_of_a_comparison_measures(make_trainer, splits):
+    """Every balance of the grid and every way to cover the tail, as calibrating and evaluating by hand give them."""
+    trainer = make_trainer(given={"train_dataset": None})
+    trainer.model.config.train_counts = COUNTS
+    found = measure_balances(trainer, splits["test"], [1, 2])
+    model = trainer.model
+    assert not model.config.thresholds and list(found["grid"]) == [f"{balance:g}" for balance in GRID]
+    calibrate(model, splits["validation"], [1, 2], per_class=True, batch_size=7)
+    for balance in (0, 0.5, 1):
+        head = Calibration.of(model.config).at(balance).head()
+        metrics = evaluate(model, splits["test"], [1, 2], batch_size=7, balance=balance)
+        own = found["grid"][f"{balance:g}"]["test"][head]["2"]
+        assert own == {name: metrics[name] for name in own}
+    for name, question in COVERAGES.items():
+        asked = {"balance": 0, **question}
+        metrics = evaluate(model, splits["test"], [1, 2], batch_size=7, coverage=[0.9], **asked)
+        named = f"coverage_{question_name(0.9, per_class=question.get('per_class', False))}"
+        assert found["coverage"][name]["coverage"] == metrics[named]
+        assert found["coverage"][name]["size"] == metrics[f"{named}_size"]
