@@ -21,7 +21,7 @@ LAYERS = [
     " study.spec study.training study.variants study.report study.runner study.sweep",
     "commands cli",
 ]
-LINES, FILE, FUNCTION = 13_800, 400, 60  # the first is to fall
+LINES, FILE, FUNCTION = 13_700, 400, 60  # the first is to fall
 
 
 def room(parts: tuple[str, ...]) -> str:
