@@ -115,3 +115,13 @@ def test_wrapped_model_saves_and_loads(forks, tmp_path):
     status, out, err = forks.run(program, tmp_path / "model", folder=tmp_path)
     assert status == 0, err
     assert float(out.splitlines()[-1]) == pytest.approx(output.logits.sum().item(), abs=1e-3)
+
+
+def test_the_small_network_for_cifar():
+    """Ten layers, halved from 32 x 32 by the stem, and every stage but the first."""
+    model = timm.create_model("resnet10_cifar", features_only=True)
+    shapes = [tuple(found.shape[1:]) for found in model(torch.zeros(1, 3, 32, 32))]
+    assert shapes == [(24, 16, 16), (24, 16, 16), (48, 8, 8), (96, 4, 4), (192, 2, 2)]
+    assert model.feature_info.reduction() == [2, 2, 4, 8, 16]
+    model = timm.create_model("resnet10_cifar", channels=(8, 8, 8, 8), in_chans=1, num_classes=3)
+    assert model(torch.zeros(2, 1, 32, 32)).shape == (2, 3)

@@ -107,3 +107,18 @@ def test_what_learns_or_changes_is_refused(recipe, folder, make_model, cache):
         make_trainer(*blocks, load_data(*blocks[1:])[0])
     with pytest.raises(ValueError, match="augmentation='timm' makes new ones"):
         parse_recipe([str(recipe), "--augmentation", "timm"])
+
+
+def test_only_what_learns_is_walked_through(make_model):
+    """A frozen backbone stays in evaluation mode, and the heads are in whichever is asked for."""
+    model = make_model()
+    assert model.learning() is model
+    model.freeze_backbone().train()
+    assert model.training and model.ml_head.training and model.sccp_head.training
+    assert not any(module.training for module in model.backbone.modules())
+    model(torch.randn(2, 3, 32, 32)).logits.sum().backward()
+    assert model.ml_head.weight.grad is not None
+    model.zero_grad()
+    assert all(parameter.grad is None for parameter in model.parameters())
+    model.eval()
+    assert not any(module.training for module in model.modules())
