@@ -40,7 +40,7 @@ from .losses import LOSSES
 from .progress import LogFile, look_for_unused, print_lines
 from .scores import NotFinite
 from .training_args import optimizer_states
-from .weights import ADAPTER, check_folder, check_safetensors, with_calibration
+from .weights import ADAPTER, check_folder, check_safetensors, shared_names, weight_names, with_calibration
 
 logger = logging.get_logger(__name__)
 HOOKS = {  # the private methods of Trainer that are overridden, and why nothing public will do
@@ -48,7 +48,6 @@ HOOKS = {  # the private methods of Trainer that are overridden, and why nothing
     "_get_grad_norm": "the gradients of a frozen backbone are not looked for in every step",
     "_load_from_checkpoint": "thresholds and the state of the objective come back with the weights",
     "_load_best_model": "thresholds come back with the best weights, before a callback sees the model",
-    "_issue_warnings_after_load": "weights that do not fit exactly are refused, not warned about",
 }
 
 
@@ -266,6 +265,7 @@ class CheckpointTrainer(Trainer):
 
     def _load_from_checkpoint(self, resume_from_checkpoint: str, model: nn.Module | None = None) -> None:
         check_average(Path(resume_from_checkpoint), self.average is not None)
+        self._check_fits(resume_from_checkpoint)
         super()._load_from_checkpoint(resume_from_checkpoint, model)
         if self.average:
             self.average.load(self.model, Path(resume_from_checkpoint))
@@ -274,14 +274,17 @@ class CheckpointTrainer(Trainer):
             self.criterion.load_state_dict(load_file(Path(resume_from_checkpoint) / OBJECTIVE_STATE))
 
     def _load_best_model(self) -> None:
+        self._check_fits(self.state.best_model_checkpoint)
         super()._load_best_model()
         self._load_calibration(self.state.best_model_checkpoint)
 
-    def _issue_warnings_after_load(self, load_result: Any) -> None:
-        if load_result.missing_keys or load_result.unexpected_keys:
+    def _check_fits(self, checkpoint: str) -> None:
+        """Refuse weights that are not those of the model, of which the stock Trainer only warns."""
+        found, own = weight_names(Path(checkpoint)), set(self.model.state_dict()) - set(shared_names(self.model))
+        if found and found != own:
             raise ValueError(
-                f"the checkpoint does not fit the model: missing {load_result.missing_keys}, unexpected"
-                f" {load_result.unexpected_keys}."
+                f"the checkpoint does not fit the model: missing {sorted(own - found)}, unexpected"
+                f" {sorted(found - own)}."
             )
 
 

@@ -277,6 +277,15 @@ def check_safetensors(path: Path) -> None:
         raise OSError(f"{path} is missing, cut off or damaged ({error}); restore it from a copy.") from error
 
 
+def weight_names(folder: Path) -> set[str]:
+    """The names of a saved model's weights, in one file or several; none where there is an adapter only."""
+    if (folder / "model.safetensors").is_file():
+        with safe_open(folder / "model.safetensors", "pt") as file:
+            return set(file.keys())
+    index = folder / "model.safetensors.index.json"
+    return set(read_json(index)["weight_map"]) if index.is_file() else set()
+
+
 def shared_names(model: nn.Module) -> dict[str, str]:
     """Further names of parameters and buffers that occur more than once, as in coat; a file holds each one once."""
     first: dict[int, str] = {}

@@ -25,30 +25,33 @@ CARRIERS = {  # the functions that store, load, keep or drop a calibration, or m
     "avgk_hf.checkpoints.xǁCheckpointTrainerǁ": "_load_best_model _load_from_checkpoint",
     MODEL: "_keep_head _needed_heads drop_sccp_head drop_unused_head",
     "avgk_hf.classifiers.x_": "write_thresholds write_config",
-    "avgk_hf.evaluation.xǁEvaluationǁ": "__init__ store metrics best_head lambdas",
-    "avgk_hf.evaluation.x_": "sizes_only",
-    "avgk_hf.scope.x_": "evaluated_sizes evaluated_levels stored_thresholds check_asked",
+    "avgk_hf.collecting.xǁEvaluationǁ": "__init__ store metrics best_head lambdas answering_head chosen_balance _part",
+    "avgk_hf.scope.x_": "evaluated_sizes evaluated_levels stored_thresholds check_asked choices",
     "avgk_hf.model_card.xǁCardCallbackǁ": "__init__ on_train_begin on_evaluate results",
     "avgk_hf.data.classes.x_": "align_labels match_classes _translated align_classes",
 }
-CARRIER_NAMES = "trainer checkpoints modeling classifiers evaluation model_card data/classes"
+CARRIER_NAMES = "trainer checkpoints modeling classifiers collecting scope model_card data/classes"
 CARRIER_FILES = [f"avgk_hf/{name}.py" for name in CARRIER_NAMES.split()]
-CARRIER_TESTS = [f"tests/test_{name}.py" for name in ("calibrate", "trainer", "modeling", "model_card")]
+CARRIER_TESTS = [f"tests/test_{name}.py" for name in ("calibrate", "trainer", "modeling", "model_card", "balance")]
 # what is left out because it takes seconds: tests that ask other packages, train, or run commands
 LONG = """mapie torchcp law rare_classes later leaves command picture door reports replaces card training recipe
-    auto_head whole_way pipeline in_between many_classes no_score_matrix"""
+    auto_head whole_way pipeline in_between many_classes no_score_matrix graph page counts comparison"""
 QUICK = ["-k", f"not ({' or '.join(LONG.split())})"]
 # group: the files; the functions, where not the whole files are meant; the quick tests that are meant for these
 GROUPS = {
     "losses": (["avgk_hf/losses/*.py"], [], ["tests/test_losses.py"]),
-    "sets": (["avgk_hf/sets.py", "avgk_hf/scores.py"], [], ["tests/test_sets.py", "tests/test_conformal.py", *QUICK]),
+    "sets": (
+        ["avgk_hf/sets.py", "avgk_hf/scores.py"],
+        [],
+        [f"tests/test_{name}.py" for name in ("sets", "conformal", "balance")] + QUICK,
+    ),
     "conformal": (["avgk_hf/conformal.py"], [], ["tests/test_conformal.py", *QUICK]),
     "calibration": (
-        ["avgk_hf/calibration.py", "avgk_hf/questions.py"],
+        [f"avgk_hf/{name}.py" for name in ("calibration", "questions", "records", "details")],
         [],
-        ["tests/test_sets.py", "tests/test_conformal.py", "tests/test_configuration.py", *QUICK],
+        [f"tests/test_{name}.py" for name in ("sets", "conformal", "configuration", "balance")] + QUICK,
     ),
-    "statistics": (["avgk_hf/statistics.py"], [], ["tests/test_sets.py", *QUICK]),
+    "statistics": (["avgk_hf/statistics.py"], [], ["tests/test_sets.py", "tests/test_balance.py", *QUICK]),
     "configuration": (["avgk_hf/configuration.py"], [], ["tests/test_configuration.py"]),
     "carried": (
         CARRIER_FILES,
@@ -57,7 +60,7 @@ GROUPS = {
             *CARRIER_TESTS,
             "-k",
             "whole_calibration or auto_keeps or dropped or calibration_stores or stored or stays or drop_ or"
-            " role_trains or matched_by_name or best_evaluation or (any_classifier and vit)",
+            " role_trains or matched_by_name or best_evaluation or (any_classifier and vit) or one_pass or gives_up",
         ],
     ),
 }

@@ -120,6 +120,29 @@ def test_what_to_expect_follows_from_the_runs(comparison):
     assert f"AVG-K loss reaches {percent('avgk', 'average_k_accuracy', 2, 3, 5)}%" in text
 
 
+def test_what_to_expect_of_birds_and_rare_classes():
+    """The other percentages of the README, from the reports."""
+    text = " ".join((ROOT / "README.md").read_text().split("## What to expect")[1].split("## ")[0].split())
+    birds, balances = (
+        json.loads((ROOT / "results" / name / "report.json").read_text())
+        for name in ("cub200-frozen", "glyphs-balance")
+    )
+    reached = {(row["loss"], row["k"]): row["metrics"]["average_k_accuracy"]["mean"] for row in birds["rows"]}
+    for loss, words in (("ce", "hold the true one for {} and {}%"), ("avgk", "the same there ({} and {}%)")):
+        assert words.format(*(f"{100 * reached[loss, k]:.1f}" for k in (2, 5))) in text
+    lists = [
+        json.loads(path.read_text())["kept"][0]["test"]["softmax"]["ml"]
+        for path in (ROOT / "results" / "cub200-frozen" / "runs").glob("final-ce-*.json")
+    ]
+    means = [100 * np.mean([one[k]["topk_accuracy"] for one in lists]) for k in ("2", "5")]
+    assert f"for every image for {means[0]:.1f} and {means[1]:.1f}%" in text and f"{len(lists)} seeds" in text
+    of = {row["balance"]: row for row in balances["balances"] if (row["loss"], row["k"]) == ("ce", 3)}
+    few = {balance: 100 * of[balance]["metrics"]["few_shot_accuracy"]["mean"] for balance in (0, 0.5)}
+    cost = -100 * of[0.5]["difference"]["average_k_accuracy"]["mean"]
+    assert f"find {few[0.5]:.1f}% of the few-shot classes" in text and f"in place of {few[0]:.1f}%" in text
+    assert f"for {cost:.1f} points of all images" in text
+
+
 def test_the_demos_table_follows_from_its_runs():
     """Mean and range over seeds and processors, in docs/study.md as `python -m benchmarks.demo` computes them."""
     runs = json.loads((ROOT / "results" / "demo" / "runs.json").read_text())

@@ -40,12 +40,13 @@ def check_model(name: str, ks: list[float] = (), calibrated: bool = True, datase
     folder = model_folder(name)
     stored = {} if folder is None else read_config(folder)
     labels, thresholds = (stored.get(field) for field in ("id2label", "thresholds"))
+    number = len(labels) if isinstance(labels, dict) and labels else None
     try:
-        known = [float(key) for key in thresholds or ()] if calibrated else []
+        known = [check_k(float(key), number) for key in dict(thresholds or {})] if calibrated else []
     except (TypeError, ValueError):  # refused with the field's name when the model is loaded
         known = []
     for k in ks:
-        check_k(k, len(labels) if isinstance(labels, dict) and labels else None)
+        check_k(k, number)
         if known:
             check_calibrated(k, known)
     if dataset is not None:

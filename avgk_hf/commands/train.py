@@ -23,7 +23,7 @@ def run(args: argparse.Namespace) -> None:
 def _check(arguments: list[str]) -> None:
     """Refuse a recipe that cannot be read, its K or its folder of images, before torch is imported."""
     from ..checks import check_dataset, check_k
-    from ..files import refuse_link
+    from ..files import check_output_dir
     from ..plain_yaml import read_recipe
 
     if {"-h", "--help"} & set(arguments) or not arguments or arguments[0].startswith("-"):
@@ -33,7 +33,7 @@ def _check(arguments: list[str]) -> None:
         name, equals, own = flag.partition("=")
         given |= {name[2:]: own if equals else value} if flag.startswith("--") else {}
     if isinstance(given.get("output_dir"), str):
-        refuse_link(given["output_dir"])
+        check_output_dir(given["output_dir"])
     if isinstance(given.get("dataset"), str):
         check_dataset(given["dataset"])
     try:
