@@ -31,7 +31,7 @@ from .training_args import HONOURED, AvgKTrainingArguments
 
 MOST_COMBINATIONS = 100_000  # of a search
 RANGES = {"image_size": (1, MOST_SIDE), "in_chans": (1, MOST_CHANNELS)}
-RANGES |= {"validation_per_class": (1, math.inf), "glyphs_seed": (0, math.inf)}
+RANGES |= dict.fromkeys(("validation_per_class", "validation_if_none"), (1, math.inf)) | {"glyphs_seed": (0, math.inf)}
 METRICS = ("loss", "average_k_accuracy", *(f"average_k_accuracy_{head}" for head in HEADS), "lambda_val")
 METRICS += ("mean_set_size", "empty_sets", "top1_accuracy", "topk_accuracy", "macro_accuracy")
 METRICS += tuple(f"{name}_shot_accuracy" for name in SHOTS)
@@ -96,7 +96,10 @@ class DataArguments:
     validation_split: str = HfArg(default="validation", help="Split that chooses and calibrates.")
     test_split: str = HfArg(default="test", help="Split to report on; left out where it is missing.")
     validation_per_class: int | None = HfArg(default=None, help="Validation images of each class to take from train.")
-    split_seed: int = HfArg(default=0, help="Which images `validation_per_class` takes.")
+    validation_if_none: int | None = HfArg(
+        default=None, help="The same, but only where the dataset has no validation split."
+    )
+    split_seed: int = HfArg(default=0, help="Which images these take.")
     calibration_split: str = HfArg(
         default="none",
         help="Split to calibrate on at the end; auto keeps half of validation for it, from 1,000 images on; or none.",

@@ -19,7 +19,7 @@ from .calibration import Calibration
 from .checkpoints import after_the_model, where_to_go_on
 from .data import class_counts, load_splits, prepare, skip_bad_images
 from .data.classes import check_new_classes
-from .data.datasets import TAKE, check_split, keep_aside
+from .data.datasets import TAKE, check_split, keep_aside, split_validation
 from .data.inspection import count_images, short_form
 from .features import Features, cached_features
 from .files import check_output_dir
@@ -70,7 +70,12 @@ def load_all(data_args: DataArguments, args: AvgKTrainingArguments) -> DatasetDi
     with args.main_process_first(desc="load the data"):  # the others find it in the cache
         # new classes are looked for in the splits that are used
         given |= {"config_name": data_args.dataset_config, "allow_new_classes": True}
-        return load_splits(seed=data_args.glyphs_seed, **given)
+        splits = load_splits(seed=data_args.glyphs_seed, **given)
+        if data_args.validation_if_none and data_args.validation_split not in splits:
+            # from here on, and in results.json, as if it had been asked for
+            data_args.validation_per_class = data_args.validation_if_none
+            splits = split_validation(splits, data_args.validation_per_class, data_args.split_seed)
+        return splits
 
 
 def load_data(

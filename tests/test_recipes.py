@@ -18,7 +18,7 @@ from avgk_hf import AvgKForImageClassification, AvgKTrainer, load_splits, prepar
 from avgk_hf.losses import every_hyperparameter
 from avgk_hf.recipes import parse_recipe
 from avgk_hf.study.spec import plan, read_comparison
-from avgk_hf.train import build_model, main
+from avgk_hf.train import build_model, load_data, main
 
 ROOT = Path(__file__).parent.parent
 LOSSES = ("an", "avgk", "ce", "epr", "role", "topk")
@@ -181,11 +181,20 @@ def test_every_comparison_can_be_planned(path, tmp_path):
     runs = plan(comparison)
     finals = [run for run in runs if run.phase == "final"]
     assert {run.loss for run in finals} == set(comparison.losses)
-    tuned = any(len(comparison.configurations(loss)) > 1 for loss in comparison.losses)
+    tuned = any(comparison.searched(loss) for loss in comparison.losses)
     assert (len(finals) < len(runs)) == tuned
     for loss in comparison.losses:  # fewer than the budget only where there are no more
         tried = len(comparison.configurations(loss))
         assert tried == min(comparison.budget, math.prod(map(len, comparison.searched(loss).values())))
+
+
+def test_folder_recipes_take_validation_where_there_is_none(image_folder, tmp_path):
+    without = shutil.copytree(image_folder, tmp_path / "trees", ignore=shutil.ignore_patterns("validation"))
+    for folder, taken, number in ((image_folder, None, 30), (without, 5, 5 + 5 + 5 + 4 + 3 + 2)):
+        given = ["--dataset", str(folder), "--output_dir", str(tmp_path / "run")]
+        _, data_args, args = parse_recipe([str(ROOT / "recipes" / "folder" / "ce.yaml"), *given])
+        used, _ = load_data(data_args, args)
+        assert len(used["validation"]) == number and data_args.validation_per_class == taken
 
 
 def test_cifar_from_the_archive_is_the_same_data(data):
