@@ -21,6 +21,7 @@ from transformers import AutoModelForImageClassification, EarlyStoppingCallback,
 
 from avgk_hf import AvgKConfig, AvgKForImageClassification, AvgKTrainingArguments, checkpoints, prepare
 from avgk_hf.cli import main
+from avgk_hf.data import transforms
 from conftest import save_vit
 
 # imports once and runs every command it is given in a process of its own, which can be killed like any other
@@ -545,17 +546,15 @@ def test_ctrl_c_says_how_to_go_on(recipe, tmp_path, command):
 @pytest.mark.parametrize("name", ["demo", "calibrate", "evaluate"])
 def test_other_commands_stop_in_one_line(name, model_folder, image_folder, tmp_path, monkeypatch, capsys):
     """A real SIGINT from inside the pass over the images."""
-    from avgk_hf.data.transforms import ImageTransform
+    read, count = transforms.open_image, []
 
-    read, count = ImageTransform.image, []
-
-    def image(self, *args):
+    def open_image(*args):
         count.append(1)
         if len(count) == 9:
             os.kill(os.getpid(), signal.SIGINT)
-        return read(self, *args)
+        return read(*args)
 
-    monkeypatch.setattr(ImageTransform, "image", image)
+    monkeypatch.setattr(transforms, "open_image", open_image)
     arguments = {"demo": ["--out", str(tmp_path / "demo")]}.get(name, [str(model_folder), str(image_folder)])
     before = signal.getsignal(signal.SIGTERM)
     assert main([name, *arguments]) == 130

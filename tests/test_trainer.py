@@ -609,6 +609,7 @@ def test_gradient_checkpointing_through_the_trainer(make_trainer, make_model):
     assert torch.allclose(*weights, atol=1e-5)
 
 
+@pytest.mark.long
 def test_torch_compile(make_trainer, tmp_path):
     """Tracing, checkpoints and thresholds; the backend without code generation keeps this short."""
     trainer = make_trainer(torch_compile=True, torch_compile_backend="aot_eager", num_train_epochs=1)
