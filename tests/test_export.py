@@ -161,7 +161,12 @@ def test_torch_export_of_the_same_graph(exported):
     assert model.sccp_head is not None and model.ml_head.weight.requires_grad  # a copy was exported
 
 
-@pytest.mark.parametrize(("head", "kind"), [("mean", "softmax"), ("sccp", "sigmoid"), ("ml", "logit")])
+OTHER_SCORES = [
+    pytest.param(head, kind, marks=pytest.mark.long) for head, kind in (("sccp", "sigmoid"), ("ml", "logit"))
+]
+
+
+@pytest.mark.parametrize(("head", "kind"), [("mean", "softmax"), *OTHER_SCORES])
 def test_graph_follows_head_and_score(make_model, tmp_path, head, kind):
     """On images that are wider than high, and on grey ones."""
     model = make_model(head=head, score=kind, model_args={"in_chans": 1 + 2 * (kind != "logit")})

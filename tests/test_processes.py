@@ -140,6 +140,7 @@ def test_two_processes_go_on_where_they_stopped(found):
     assert "step 2/6  training goes on" in (killed / "train.log").read_text()
 
 
+@pytest.mark.long  # two processes that import everything; what they compute is tested above
 def test_the_command_of_the_page(recipe, tmp_path):
     """`accelerate launch --config_file ... -m avgk_hf.train RECIPE`, and it says that two processes train."""
     command = "accelerate launch --config_file recipes/accelerate_configs/cpu.yaml -m avgk_hf.train"

@@ -58,6 +58,7 @@ def commands_of(block: str) -> list[list[str]]:
         arguments = ["my_plants" if a == "glyphs" else a for a in arguments[1:] if a != "10"]
         if arguments[0] in ("train", "sweep") and "--help" not in arguments:
             arguments += QUICK
+            arguments += ["--seeds", "2"] * ("--seeds" in arguments and arguments[0] == "train")
         if arguments[0] == "app" and "--space" not in arguments:  # all but the server, which would not end
             arguments += ["--space", f"runs/app-{len(arguments)}"]
         found.append(arguments)

@@ -7,6 +7,7 @@ import unittest
 from fnmatch import fnmatchcase
 from unittest import mock
 
+import pytest
 import torch
 import transformers
 from timm.models.resnet import BasicBlock
@@ -188,6 +189,7 @@ class ViTTest(ResNetTest):
     )
 
 
+@pytest.mark.long
 class SwinTest(ResNetTest):
     """Buffers that are not saved: relative positions and attention masks."""
 
