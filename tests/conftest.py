@@ -28,8 +28,8 @@ CLASSES = ["ash", "beech", "cedar", "elm", "fir", "oak"]
 
 # whole files go to one of two processes, so the longest come first; before them those that fork this process, because
 # autograd cannot be forked any more after a training with gradient checkpointing (test_trainer) or compilation
-LONGEST = """test_sweep test_compare test_faults test_security test_export test_app test_trainer test_readme test_recipes
-    test_hub test_auto test_processes""".split()
+LONGEST = """test_sweep test_compare test_faults test_security test_export test_app test_trainer test_readme
+    test_recipes test_hub test_auto test_processes""".split()
 # all but these are run by `make test-portable` too: their tests compare no numbers, or only whether two processes of
 # one machine give the same; single tests among them that do have the mark `numbers`
 NO_NUMBERS = """test_app test_archives test_auto test_bad_input test_classes test_cli test_configuration test_docs
