@@ -9,7 +9,7 @@ from io import BytesIO
 from typing import Any, BinaryIO
 
 import numpy as np
-from PIL import Image, ImageOps
+from PIL import Image, ImageOps, UnidentifiedImageError
 
 from .checks import reason_of
 
@@ -50,6 +50,10 @@ def open_image(image: Any, mode: str = "RGB", name: str | None = None, most_pixe
             return _plain(opened, mode)
     except FileNotFoundError:
         raise FileNotFoundError(f"{name}: there is no such file; check the path.") from None
+    except UnidentifiedImageError as error:  # whose message names an object of Python
+        raise ValueError(
+            f"{name} cannot be read as an image (it is none of {', '.join(known_formats())}); replace or remove it."
+        ) from error
     except Exception as error:  # decoders of broken files raise anything, from SyntaxError to struct.error
         raise ValueError(f"{name} cannot be read as an image ({reason_of(error)}); replace or remove it.") from error
 

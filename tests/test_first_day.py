@@ -61,7 +61,7 @@ def test_check_finds_what_would_spoil_a_training(photographs, tmp_path, capsys):
     assert "fir" in picture.read_text(encoding="utf-8") and "train images" in picture.read_text(encoding="utf-8")
     assert main(["check", str(photographs)]) == 1
     text = capsys.readouterr().out
-    assert text.startswith(found["summary"]) and "1 broken images:" in text and "few shot: fewer than 20" in text
+    assert text.startswith(found["summary"]) and "broken images: 1" in text and "few shot: fewer than 20" in text
 
 
 def test_check_of_sound_data(image_folder, capsys):

@@ -56,7 +56,7 @@ def _print(found: Any, train: str) -> None:
         print(f"{numbers}{row['classes']:>12,}  {shot} shot: {ENDS[shot]} training images")
     print()
     for kind, sentences in found.problems.items():
-        print(f"{len(sentences):,} {kind}:")
+        print(f"{kind}: {len(sentences):,}")
         for sentence in sentences[:5]:
             print(f"  {printable(sentence)}")
         if len(sentences) > 5:
