@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import torch
 from asking import Config, answer, resolve
-from transformers import TimmWrapperImageProcessor, pipeline
+from transformers import PreTrainedConfig, TimmWrapperImageProcessor, pipeline
 
 from avgk_hf import AvgKConfig, AvgKForImageClassification, SetSizeMonitor, load_splits
 from avgk_hf.app.answers import Answers
@@ -20,6 +20,7 @@ from avgk_hf.cli import main
 from avgk_hf.collecting import Evaluation
 from avgk_hf.commands.demo import find_recipe
 from avgk_hf.conformal import question_name
+from avgk_hf.details import load_details, save_details
 from avgk_hf.evaluation import calibrate, evaluate
 from avgk_hf.export import export_onnx, exportable
 from avgk_hf.metrics.average_k_accuracy.average_k_accuracy import average_k_accuracy
@@ -669,3 +670,39 @@ def test_what_a_run_of_a_comparison_measures(make_trainer, splits):
         named = f"coverage_{question_name(0.9, per_class=question.get('per_class', False))}"
         assert found["coverage"][name]["coverage"] == metrics[named]
         assert found["coverage"][name]["size"] == metrics[f"{named}_size"]
+
+
+def test_sets_of_some_classes_only():
+    """What is left out has the score -inf, with every head and balance, and K counts the others."""
+    config = PreTrainedConfig(num_labels=4)
+    calibration = Calibration.store(config, {1: 0.3, 1.5: 0.2}, {"classes": [1, 3]})
+    assert calibration.classes == [1, 3] and calibration.num_answers == 2
+    one, other = torch.tensor([[5.0, 1.0, 4.0, 0.0]]), torch.tensor([[0.0, 2.0, 9.0, 3.0]])
+    of_heads = {"ml": one[:, [1, 3]].softmax(1), "sccp": other[:, [1, 3]].softmax(1)}
+    of_heads["mean"] = (of_heads["ml"] + of_heads["sccp"]) / 2
+    for head, expected in of_heads.items():
+        scores = calibration.scores(one, other, head)
+        assert torch.equal(scores[:, [1, 3]], expected) and (scores[:, [0, 2]] == -torch.inf).all()
+    assert calibration.answer(Question(k=1)).classes(calibration.scores(one)) == [[1]]
+    with pytest.raises(ValueError, match=r"k=2 must be a number in \[1, 2\) for 2 classes"):
+        calibration.answer(Question(k=2))
+    for damaged in ([3, 1], [4], [1, 1], [], "13", [True]):
+        with pytest.raises(ValueError, match=r"calibration\.classes must list ids below 4 in ascending order"):
+            Calibration.store(config, {1: 0.3}, {"classes": damaged})
+
+
+def test_details_are_those_of_the_folder_that_is_meant(tmp_path):
+    """Of a subfolder too; what was loaded before stays, and arguments of others are left out."""
+    for place, share in (("", 0.25), ("sub", 0.5)):
+        config = PreTrainedConfig(num_labels=3)
+        Calibration.store(config, {1: 0.4, 2: 0.3}, coverage={"num_examples": 9, "lac": {"0.9": share}})
+        (tmp_path / place).mkdir(exist_ok=True)
+        config.save_pretrained(tmp_path / place)
+        save_details(config, tmp_path / place)
+    for given, share in (({}, 0.25), ({"subfolder": "sub", "device_map": "cpu", "token": None}, 0.5)):
+        config = PreTrainedConfig(num_labels=3)
+        Calibration.store(config, {1: 0.4, 2: 0.3})
+        load_details(config, tmp_path, **given)
+        assert Calibration.of(config).coverage["lac"] == {"0.9": share}
+        load_details(config, tmp_path, subfolder="" if given else "sub")
+        assert Calibration.of(config).coverage["lac"] == {"0.9": share}
