@@ -189,12 +189,18 @@ def test_every_comparison_can_be_planned(path, tmp_path):
 
 
 def test_folder_recipes_take_validation_where_there_is_none(image_folder, tmp_path):
+    """And an image that cannot be read is left out of the split it is in, and of no other."""
     without = shutil.copytree(image_folder, tmp_path / "trees", ignore=shutil.ignore_patterns("validation"))
+    (without / "train" / "ash" / "broken.png").write_bytes(b"none")
     for folder, taken, number in ((image_folder, None, 30), (without, 5, 5 + 5 + 5 + 4 + 3 + 2)):
         given = ["--dataset", str(folder), "--output_dir", str(tmp_path / "run")]
         _, data_args, args = parse_recipe([str(ROOT / "recipes" / "folder" / "ce.yaml"), *given])
-        used, _ = load_data(data_args, args)
-        assert len(used["validation"]) == number and data_args.validation_per_class == taken
+        used, skipped = load_data(data_args, args)
+        assert len(used["validation"]) + skipped["validation"] == number and data_args.validation_per_class == taken
+        stored = {name: used[name].cast_column("image", Image(decode=False))["image"] for name in used}
+        paths = {name: {row["path"] for row in rows} for name, rows in stored.items()}
+        assert not paths["train"] & paths["validation"] and len({part._fingerprint for part in used.values()}) == 3
+        assert len(paths["train"] | paths["validation"]) == 72 + (0 if taken else 30) and sum(skipped.values()) < 2
 
 
 def test_cifar_from_the_archive_is_the_same_data(data):

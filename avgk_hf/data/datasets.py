@@ -176,7 +176,9 @@ def split_validation(splits: DatasetDict, per_class: int, seed: int = 0) -> Data
 def as_split(dataset: Dataset, rows: np.ndarray, name: str) -> Dataset:
     """The rows where the mask (n,) is true, numbered anew, as a split of this name."""
     part = chosen(dataset, rows)
-    return Dataset(part.data, info=part.info, split=name, indices_table=part._indices)
+    # that of the table is the same for both parts, and `datasets` would take what it keeps of the one for the other
+    named = {"split": name, "fingerprint": part._fingerprint}
+    return Dataset(part.data, info=part.info, indices_table=part._indices, **named)
 
 
 def keep_aside(validation: Dataset, seed: int = 0, least: int = 0) -> tuple[Dataset, Dataset] | None:
