@@ -186,5 +186,6 @@ def promise(calibration: Calibration) -> str | None:
     verb = "were" if len(chosen) > 1 else "was"
     return (
         f"coverage is approximate: the {' and the '.join(chosen)} {verb} chosen on the images of the calibration;"
-        " `calibration_split: auto` in a recipe keeps some aside, `avgk calibrate --keep-heads` takes others."
+        " `calibration_split: auto` in a recipe keeps half of 1,000 or more aside, `avgk calibrate --keep-heads` takes"
+        " others."
     )
