@@ -115,6 +115,7 @@ def test_a_killed_sweep_goes_on_and_workers_share_it(recipe, tmp_path):
     assert [row["n"] for row in json.loads((out / "sweep.json").read_text())["summary"]] == [1, 1, 1]
 
 
+@pytest.mark.long
 def test_no_trial_is_cut_short(recipe, tmp_path):
     """Trainings below the median of those before are finished too, so that every mean is over the same seeds."""
     out = tmp_path / "sweep"
