@@ -24,6 +24,7 @@ from transformers.trainer_pt_utils import safe_globals
 from transformers.trainer_utils import (
     PREFIX_CHECKPOINT_DIR,
     HubStrategy,
+    IntervalStrategy,
     SaveStrategy,
     get_last_checkpoint,
     has_length,
@@ -45,7 +46,7 @@ from .weights import ADAPTER, check_folder, check_safetensors, shared_names, wei
 logger = logging.get_logger(__name__)
 HOOKS = {  # the private methods of Trainer that are overridden, and why nothing public will do
     "_save_checkpoint": "a checkpoint is written aside and takes its place when it is complete",
-    "_get_grad_norm": "the gradients of a frozen backbone are not looked for in every step",
+    "_get_grad_norm": "no look at gradients whose norm is not logged, nor at those of a frozen backbone",
     "_load_from_checkpoint": "thresholds and the state of the objective come back with the weights",
     "_load_best_model": "thresholds come back with the best weights, before a callback sees the model",
 }
@@ -64,7 +65,7 @@ class CheckpointTrainer(Trainer):
         if args.should_save:
             check_output_dir(args.output_dir)
         self._resumed: TrainerState | None = None
-        self._epochs = self._steps_per_epoch = None
+        self._epochs = self._steps_per_epoch = self._best_step = None
         look_for_unused(args, kwargs.get("model"))
         self.average = WeightAverage(args.ema_decay) if args.ema_decay else None
         own = [GoingOn(self), *([self.average] if self.average else [])]
@@ -85,7 +86,7 @@ class CheckpointTrainer(Trainer):
             args: As in `Trainer`.
             kwargs: As in `Trainer`.
         """
-        checkpoint = self._start(resume_from_checkpoint)
+        checkpoint, self._best_step = self._start(resume_from_checkpoint), None
         self._resumed = TrainerState.load_from_json(f"{checkpoint}/{TRAINER_STATE_NAME}") if checkpoint else None
         for callback in self._stateful_callbacks() if checkpoint else ():  # what it counted; its settings are new
             saved = self._resumed.stateful_callbacks.get(type(callback).__name__)
@@ -156,7 +157,18 @@ class CheckpointTrainer(Trainer):
         )
 
     def _get_grad_norm(self, model: nn.Module, grad_norm: Any = None) -> Any:
+        if grad_norm is None and not self._logs_next():
+            return None
         return super()._get_grad_norm(self.model.learning() if model is self.model else model, grad_norm)
+
+    def _logs_next(self) -> bool:
+        """Whether the step that is under way ends with a line in the log."""
+        step, args, state = self.state.global_step + 1, self.args, self.state
+        if args.logging_strategy == IntervalStrategy.EPOCH and self._steps_per_epoch:
+            logged = step % self._steps_per_epoch == 0 or step == state.max_steps
+        else:
+            logged = args.logging_strategy == IntervalStrategy.STEPS and step % state.logging_steps == 0
+        return logged or (step == 1 and args.logging_first_step)
 
     def save_state(self) -> None:
         """As in `Trainer`, not through a link."""
@@ -277,6 +289,12 @@ class CheckpointTrainer(Trainer):
         self._check_fits(self.state.best_model_checkpoint)
         super()._load_best_model()
         self._load_calibration(self.state.best_model_checkpoint)
+        self._best_step = self.state.best_global_step
+
+    @property
+    def weights_step(self) -> int:
+        """The step whose weights the model has: that of the best checkpoint after it was loaded."""
+        return self.state.global_step if self._best_step is None else self._best_step
 
     def _check_fits(self, checkpoint: str) -> None:
         """Refuse weights that are not those of the model, of which the stock Trainer only warns."""

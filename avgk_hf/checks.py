@@ -6,6 +6,7 @@ Like the model, this file travels with a saved model as remote code.
 import json
 import math
 from collections.abc import Iterable, Mapping
+from difflib import get_close_matches
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +15,7 @@ from huggingface_hub.errors import HFValidationError
 from huggingface_hub.utils import validate_repo_id
 
 MOST_NESTED = 20  # mappings and lists inside each other in a JSON file
+LIKE = 0.8  # how much of two names is the same where one is nearly the other
 
 
 def plain(value: Any) -> Any:
@@ -172,13 +174,17 @@ def model_folder(name: str) -> Path | None:
     folder = Path(name)
     if folder.is_dir():
         return folder
+    if folder.is_file():
+        raise NotADirectoryError(f"{name!r} is a file; name the folder of a saved model.")
+    if (near := near_folder(name)) is not None:
+        raise FileNotFoundError(f"there is no model folder {name!r}; did you mean {near!r}?")
     if folder.is_absolute() or name.startswith((".", "~")) or name.count("/") > 1:
         raise FileNotFoundError(f"there is no model folder {name!r}.")
     return None
 
 
 def title_of(name: str) -> str:
-    """What to call a model: its folder, or its id on the Hub."""
+    """What to call a model or a dataset: its folder, or its id on the Hub."""
     return Path(name).resolve().name if Path(name).is_dir() else name
 
 
@@ -205,6 +211,23 @@ def check_dataset(name: str) -> None:
     """Refuse the path of a dataset where there is none; another name may be that of one on the Hub."""
     if not Path(name).exists() and name.startswith((".", "/", "~")):
         raise FileNotFoundError(f"dataset={name!r}: there is no such folder.")
+    if (near := near_folder(name)) is not None:
+        raise FileNotFoundError(f"dataset={name!r}: there is no such folder; did you mean {near!r}?")
+
+
+def near_folder(name: str) -> str | None:
+    """A folder here whose name is nearly that of one that is not there, None where there is none.
+
+    Names of the Hub are nearly never like those of folders here, and to look there takes a minute without a network.
+    """
+    path = Path(name)
+    if path.exists() or not path.parent.is_dir():
+        return None
+    try:
+        names = [each.name for each in path.parent.iterdir() if each.is_dir()]
+    except OSError:  # may not be read
+        return None
+    return next((str(path.parent / near) for near in get_close_matches(path.name, names, 1, LIKE)), None)
 
 
 def check_nesting(content: dict[str, Any], path: str | Path) -> None:

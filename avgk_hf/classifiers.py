@@ -1,6 +1,7 @@
 """Image classifiers of any class: loading one safely, what it answers, and saving it with its thresholds."""
 
 import inspect
+import os
 from pathlib import Path
 from typing import Any
 
@@ -79,9 +80,12 @@ def _with_details(config: PreTrainedConfig, name: str, folder: Path) -> None:
         raise ValueError(f"{folder / 'config.json'}: {error}") from None
 
 
-def best_device() -> torch.device:
+def best_device(join: bool = True) -> torch.device:
     """This process's accelerator, or the CPU where there is none; it joins the other processes, if there are any."""
-    return PartialState(cpu=not torch.accelerator.is_available()).device
+    if join or not torch.accelerator.is_available():
+        return PartialState(cpu=not torch.accelerator.is_available()).device if join else torch.device("cpu")
+    torch.accelerator.set_device_index(int(os.environ.get("LOCAL_RANK", "0")) % torch.accelerator.device_count())
+    return torch.device(torch.accelerator.current_accelerator().type, torch.accelerator.current_device_index())
 
 
 def load_config(name: str) -> PreTrainedConfig:

@@ -3,6 +3,7 @@
 import argparse
 import importlib
 import sys
+from difflib import get_close_matches
 from types import ModuleType
 
 from . import __version__
@@ -38,6 +39,15 @@ def find(name: str) -> ModuleType:
     return importlib.import_module(f"avgk_hf.commands.{name}")
 
 
+def _refuse(parser: argparse.ArgumentParser, command: str, unknown: list[str]) -> None:
+    """End with what is unknown, and the option that may be meant, in the words of the command."""
+    commands = next(action for action in parser._actions if isinstance(action.choices, dict))
+    own = commands.choices[command]
+    word = unknown[0].partition("=")[0]
+    near = get_close_matches(word.lower(), own._option_string_actions, 1)
+    own.error(f"unrecognized arguments: {' '.join(unknown)}{f'; did you mean {near[0]}?' if near else ''}")
+
+
 def main(arguments: list[str] | None = None) -> int:
     """Entry point of `avgk`; returns the exit code."""
     before = argparse.ArgumentParser(prog="avgk", add_help=False, allow_abbrev=False)  # what precedes the command
@@ -48,7 +58,7 @@ def main(arguments: list[str] | None = None) -> int:
     parser = build_parser(*(name for name in words[:1] if name in COMMANDS))
     args, unknown = parser.parse_known_args(words)
     if unknown and "overrides" not in args:
-        parser.error(f"unrecognized arguments: {' '.join(unknown)}")
+        _refuse(parser, args.command, unknown)
     args.overrides = unknown
     try:
         file = None if found.log is None else open_log(found.log)

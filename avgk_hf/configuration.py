@@ -291,6 +291,15 @@ def _own() -> list[str]:
     return [name for name in AvgKConfig.__annotations__ if name not in PreTrainedConfig.__annotations__]
 
 
+def check_fields(given: dict[str, Any]) -> None:
+    """Refuse a name that is no field of a config, which transformers would keep as an attribute and nobody read."""
+    known = {*(item.name for item in fields(AvgKConfig)), *NOT_FIELDS, *_every_hyperparameter()}
+    for name in given:
+        if name not in known:
+            _refuse_misspelt(name)
+            raise ValueError(f"{name!r} is neither an argument of from_timm nor a field of AvgKConfig: leave it out.")
+
+
 def _refuse_misspelt(name: str) -> None:
     own = [*_own(), "num_labels", "id2label", "label2id", *_every_hyperparameter()]
     near = difflib.get_close_matches(name.lower(), own, n=1, cutoff=0.75)

@@ -100,6 +100,7 @@ class Listed:
             rows.append(
                 {
                     "species": self.names[j],
+                    "k": self.k,
                     "images": count,
                     "accuracy": round(hits[j] / count, 4) if count else None,
                     "mean_size": round(sizes[j] / count, 2) if count else None,
@@ -113,7 +114,7 @@ class Listed:
         """Groups of classes that are listed together, the most confused first, and how often each is.
 
         Two classes belong together by the share of the images of both whose set holds the other one too; groups grow
-        from the closest pair on.
+        from the closest pair on, as long as that share is large enough on average over the pairs of both.
 
         Args:
             most: Classes in all groups together, at most.
@@ -130,10 +131,14 @@ class Listed:
         close = np.bincount(place, times[own != other], len(pairs)) / np.maximum(images[one] + images[two], 1)
         order = np.lexsort((pairs, -close))
         order = order[close[order] >= LEAST_SHARE]
+        share_of = dict(zip(pairs.tolist(), close.tolist(), strict=True))
         group_of: dict[int, list[int]] = {}
         for i, j in zip(one[order].tolist(), two[order].tolist(), strict=True):
             first, second = group_of.get(i, [i]), group_of.get(j, [j])
-            if first is not second and len(first) + len(second) <= LARGEST_GROUP:
+            if first is second or len(first) + len(second) > LARGEST_GROUP:
+                continue
+            between = [share_of.get(min(a, b) * number + max(a, b), 0.0) for a in first for b in second]
+            if sum(between) >= LEAST_SHARE * len(between):
                 group_of |= dict.fromkeys(joined := [*first, *second], joined)
         found, room = [], most
         for group in {id(group): group for group in group_of.values()}.values():  # in the order of their closest pair

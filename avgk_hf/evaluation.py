@@ -4,25 +4,27 @@ It serves our model, classifiers of other packages and ONNX graphs, labelled ima
 trainer, commands, study and export. No score matrix is kept: O(K n) memory.
 """
 
+import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
 from accelerate.data_loader import BatchSamplerShard
-from datasets import Dataset
+from datasets import Dataset, IterableDataset
 from huggingface_hub.utils import tqdm
 from torch.utils.data import BatchSampler, DataLoader, SequentialSampler
 from transformers import PreTrainedModel, default_data_collator
 
 from .calibration import Calibration
-from .checks import check_choice, check_whole
+from .checks import check_choice, check_whole, reason_of
 from .classifiers import best_device, forward, transform_for
 from .collecting import Evaluation
 from .conformal import METHODS
 from .confusions import Listed
-from .data import prepare, skip_bad_images
+from .data import Stream, prepare, skip_bad_images
 from .data.classes import Labels, align_classes
 from .data.datasets import ON_BAD_IMAGE
+from .data.transforms import ImageTransform
 from .losses import make_loss
 from .modeling import AvgKForImageClassification
 from .monitor import SetSizeMonitor
@@ -63,12 +65,21 @@ def loop(
         first += stride if world_size() > 1 else len(output.logits)
         if after is not None:
             after()
-    for evaluation in evaluations:
-        evaluation.merge(device)
+    try:
+        for evaluation in evaluations:
+            evaluation.merge(device)
+    except RuntimeError as error:
+        if world_size() == 1:
+            raise
+        raise OSError(f"another process has ended, and has said why ({reason_of(error)[:200]}).") from error
 
 
 def calibrate(
-    model: PreTrainedModel, dataset: Dataset, k: Iterable[float], dataset_name: str | None = None, **kwargs: Any
+    model: PreTrainedModel,
+    dataset: Dataset | Stream,
+    k: Iterable[float],
+    dataset_name: str | None = None,
+    **kwargs: Any,
 ) -> dict[str, float]:
     """Compute lambda_val for every `k`, and what answers by coverage, in one pass, and store it in the model's config.
 
@@ -80,7 +91,7 @@ def calibrate(
 
 def evaluate(
     model: PreTrainedModel,
-    dataset: Dataset,
+    dataset: Dataset | IterableDataset | Stream,
     k: Iterable[float] = (),
     calibrate: bool = False,
     batch_size: int = 64,
@@ -102,7 +113,7 @@ def evaluate(
 
     Args:
         model: With `calibrate` its config receives the thresholds.
-        dataset: The split. Without labels only sizes are measured.
+        dataset: The split. Without labels only sizes are measured. A stream is counted first, if need be.
         k: Average set sizes besides the model's own, in the calibrated range; default: all that are calibrated.
         calibrate: Compute the thresholds from this split, instead of using those in the config.
         batch_size: Images per forward pass.
@@ -123,7 +134,7 @@ def evaluate(
     Returns:
         The metrics, as `AvgKTrainer.evaluate` names them, without prefix; with `"skip"` also how many are `skipped`.
     """
-    run, labelled = {"batch_size": batch_size, "num_workers": num_workers}, "label" in dataset.column_names
+    run, labelled = {"batch_size": batch_size, "num_workers": num_workers}, "label" in (dataset.column_names or ())
     special = per_class or check_choice("method", method, METHODS) != "lac"
     check_asked(labelled, calibrate, monitor is not None, coverage is not None or special, balancing)
     dataset, skipped = _readable(dataset, dataset_name, on_bad_image, **run)
@@ -141,16 +152,21 @@ def evaluate(
 
 
 def _readable(
-    dataset: Dataset, name: str | None, on_bad_image: str, batch_size: int, num_workers: int
-) -> tuple[Dataset, dict[str, int]]:
-    """The images that can be read, and how many were left out, if that is allowed."""
+    dataset: Dataset | IterableDataset | Stream, name: str | None, on_bad_image: str, batch_size: int, num_workers: int
+) -> tuple[Dataset | Stream, dict[str, int]]:
+    """The images that can be read, and how many were left out, if that is allowed; their number is known."""
     check_whole("batch_size", batch_size, 1)
     check_whole("num_workers", num_workers)
-    if check_choice("on_bad_image", on_bad_image, ON_BAD_IMAGE) == "error":
+    skip = check_choice("on_bad_image", on_bad_image, ON_BAD_IMAGE) == "skip"
+    if not isinstance(dataset, Dataset):
+        dataset = dataset if isinstance(dataset, Stream) else Stream(dataset)
+        dataset = dataset.counted(skip, num_workers)
+        return dataset, {"skipped": len(dataset.bad)} if skip else {}
+    if not skip:
         return dataset, {}
     # before anything is computed, because the threshold depends on the number of images
-    dataset, number = skip_bad_images(dataset, str(dataset.split or name or "the dataset"), num_workers)
-    return dataset, {"skipped": number}
+    dataset, faults = skip_bad_images(dataset, str(dataset.split or name or "the dataset"), num_workers)
+    return dataset, {"skipped": len(faults)}
 
 
 def _plan(
@@ -235,7 +251,7 @@ def _reported(evaluation: Evaluation, has_loss: bool, monitor: SetSizeMonitor | 
 
 def run_model(
     model: PreTrainedModel,
-    dataset: Dataset,
+    dataset: Dataset | Stream,
     evaluations: Sequence[Evaluation | Listed],
     batch_size: int = 64,
     num_workers: int = 0,
@@ -256,11 +272,7 @@ def run_model(
     best_device()  # joins the other processes, if there are any
     for listed in (each for each in evaluations if isinstance(each, Listed)):
         listed.dataset = dataset
-    sampler = BatchSampler(SequentialSampler(range(len(dataset))), batch_size, drop_last=False)
-    if world_size() > 1:
-        sampler = BatchSamplerShard(sampler, world_size(), rank(), even_batches=False)
-    images = prepare(dataset, transform_for(model), labelled="label" in dataset.column_names)
-    loader = DataLoader(images, batch_sampler=sampler, collate_fn=default_data_collator, num_workers=num_workers)
+    loader = _loader(dataset, transform_for(model), batch_size, num_workers)
     model.eval()
     own = isinstance(model, AvgKForImageClassification) and compute is None
     criterion = make_loss(model.config, 0).to(model.device) if own else None
@@ -271,5 +283,17 @@ def run_model(
             return output, None
         return output, criterion(output, batch["labels"].to(model.device), None)
 
-    batches = tqdm(loader, desc=description, unit="batch", disable=rank() > 0)
+    number = math.ceil(len(dataset) / batch_size / world_size())
+    batches = tqdm(loader, desc=description, total=number, unit="batch", disable=rank() > 0 or None)
     loop(evaluations, batches, compute or on_device, batch_size, model.device)
+
+
+def _loader(dataset: Dataset | Stream, transform: ImageTransform, batch_size: int, num_workers: int) -> DataLoader:
+    """The batches of this process, in the order of `loop`."""
+    if isinstance(dataset, Stream):
+        return dataset.loader(transform, batch_size, num_workers)
+    sampler = BatchSampler(SequentialSampler(range(len(dataset))), batch_size, drop_last=False)
+    if world_size() > 1:
+        sampler = BatchSamplerShard(sampler, world_size(), rank(), even_batches=False)
+    images = prepare(dataset, transform, labelled="label" in dataset.column_names)
+    return DataLoader(images, batch_sampler=sampler, collate_fn=default_data_collator, num_workers=num_workers)

@@ -1,9 +1,12 @@
-"""Uploading a run: what belongs on the Hub, and nothing else."""
+"""Uploading a run: what belongs on the Hub, and nothing else; and folders that are ready to be uploaded."""
 
 import json
 import os
 import re
+import shutil
+import tempfile
 from fnmatch import fnmatchcase
+from importlib import metadata
 from pathlib import Path
 from typing import Any
 
@@ -14,12 +17,13 @@ from .averaging import LAST_WEIGHTS
 from .checks import read_json
 from .classifiers import CARRIED, carried_code
 from .configuration import AvgKConfig, code_files
-from .files import leads_out
+from .files import copy_file, leads_out, make_folder, write_text
 from .records import FILE
 from .shell import masked
 from .weights import check_folder
 
 logger = logging.get_logger(__name__)
+PACKAGE = Path(__file__).parent
 # weights, thresholds, card and pictures; no optimizer state, pickle, local path, or code that is not of this package
 PUSHED = ("*.safetensors", "*.safetensors.index.json", "config.json", FILE, "preprocessor_config.json", "README.md")
 PUSHED += ("*.png", "*.svg")
@@ -99,3 +103,39 @@ def push_folder(
             f"the upload to {repo_id} failed ({masked(str(error.__cause__ or error), token)}). {folder} is intact; go"
             f" on with `avgk push {folder} {repo_id}`."
         ) from error
+
+
+def check_new(folder: str | Path, option: str) -> Path:
+    """The folder, if it is new or empty; any other is refused."""
+    folder = Path(folder)
+    if folder.is_symlink() or (folder.exists() and (not folder.is_dir() or any(folder.iterdir()))):
+        raise ValueError(f"{option} {folder} exists and is not an empty folder; name a new one.")
+    return folder
+
+
+def requirements() -> list[str]:
+    """What this package needs where it is not installed but copied."""
+    try:
+        return [text for text in metadata.requires("avgk_hf") or [] if "extra ==" not in text]
+    except metadata.PackageNotFoundError:
+        raise ImportError(
+            "what has to be installed elsewhere is read from the installed avgk_hf, and here its files are used"
+            " without: `pip install avgk_hf`."
+        ) from None
+
+
+def write_whole(folder: Path, texts: dict[str, str], copies: dict[str, Path]) -> None:
+    """Write a folder with texts, copies of files and this package, or nothing."""
+    parent = folder.absolute().parent
+    parent.mkdir(parents=True, exist_ok=True)
+    inside = folder if folder.is_dir() else parent  # an empty folder may be a volume of its own
+    with tempfile.TemporaryDirectory(dir=inside, prefix=".avgk-") as unfinished:
+        new = Path(unfinished)
+        for name, text in texts.items():
+            write_text(new / name, f"{text.rstrip()}\n")
+        for name, path in copies.items():
+            copy_file(path, new / name)
+        shutil.copytree(PACKAGE, new / PACKAGE.name, ignore=shutil.ignore_patterns("__pycache__", "recipes"))
+        make_folder(folder)
+        for path in new.iterdir():
+            shutil.move(path, folder / path.name)

@@ -19,7 +19,7 @@ from transformers.utils import ModelOutput
 
 from .backbones import check_pixels, create_backbone, feature_width, match_channels
 from .calibration import Calibration
-from .configuration import AvgKConfig, code_files, installed_losses, processor_config
+from .configuration import AvgKConfig, check_fields, code_files, installed_losses, processor_config
 from .details import load_details
 from .files import copy_file, make_folder, replacing, write_text
 from .pipeline import AverageKImageClassificationPipeline  # noqa: F401  (so that it travels with this file)
@@ -78,6 +78,7 @@ class AvgKForImageClassification(PreTrainedModel):
     model_tags = ("timm", "average-k")
     supports_gradient_checkpointing = True  # what the class can; an instance answers for its backbone
     accepts_loss_kwargs = False  # otherwise the Trainer would scale the loss by the number of accumulation steps
+    _learning: nn.ModuleList | None = None  # the heads, where they alone learn
 
     def __init__(self, config: AvgKConfig) -> None:
         super().__init__(config)
@@ -114,6 +115,7 @@ class AvgKForImageClassification(PreTrainedModel):
         checkpoint: str | None = None,
         image_size: int | None = None,
         model_args: dict[str, Any] | None = None,
+        freeze_backbone: bool = False,
         **config_fields: Any,
     ) -> "AvgKForImageClassification":
         """Build a model on a timm backbone.
@@ -129,9 +131,11 @@ class AvgKForImageClassification(PreTrainedModel):
             image_size: Side of the square input, if not the backbone's own. Images are resized to it uncropped.
             model_args: Arguments that shape the backbone, among `backbones.MODEL_ARGS`, e.g. `{"in_chans": 1}` for
                 grey images.
+            freeze_backbone: Whether the heads alone learn, as with the method of this name.
             config_fields: Hyperparameters of the objective by name, e.g. `alpha=5.0`, and further fields of
                 `AvgKConfig`, e.g. `id2label={0: "oak", 1: "elm"}`.
         """
+        check_fields(config_fields)
         if "id2label" in config_fields:
             labels = config_fields["id2label"]
             if len(set(labels.values())) < len(labels):
@@ -149,7 +153,7 @@ class AvgKForImageClassification(PreTrainedModel):
             config_fields["sccp_head"] = losses[objective].two_heads
         model = cls(cls.config_class(k=k, objective=objective, **about, **config_fields))
         model.backbone.load_state_dict(trained.state_dict())
-        return model
+        return model.freeze_backbone() if freeze_backbone else model
 
     @torch.no_grad()
     def _init_weights(self, module: nn.Module) -> None:
@@ -244,7 +248,11 @@ class AvgKForImageClassification(PreTrainedModel):
         """What learns: the heads of a model whose backbone is frozen, so that no step walks through the rest."""
         if not getattr(self, "_backbone_frozen", False) or getattr(self, "_hf_peft_config_loaded", False):
             return self
-        return nn.ModuleList([self.ml_head, *([] if self.sccp_head is None else [self.sccp_head])])
+        heads, kept = [head for head in (self.ml_head, self.sccp_head) if head is not None], self._learning
+        if kept is None or [*map(id, kept)] != [*map(id, heads)]:
+            # no submodule, or the weights would be saved twice
+            self.__dict__["_learning"] = kept = nn.ModuleList(heads)
+        return kept
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """As in the base class."""
@@ -277,7 +285,7 @@ class AvgKForImageClassification(PreTrainedModel):
         """
         hidden_states = None
         if features is not None:
-            features = features.to(self.device, self.dtype)
+            features = features.to(self.ml_head.weight)  # whose device and dtype are the model's
         elif output_hidden_states if output_hidden_states is not None else self.config.output_hidden_states:
             last, hidden_states = self.backbone.forward_intermediates(self._pixels(pixel_values))
             features, hidden_states = self.backbone.forward_head(last), tuple(hidden_states)

@@ -18,6 +18,8 @@ from .calibration import Calibration
 from .checks import check_whole, is_number, plain
 from .sets import check_k, k_key
 
+LEAST = 30  # images below which nothing is said about a drift that is not seen
+
 logger = logging.getLogger(__name__)
 LARGEST_BET = 0.5  # of what can be bet without the risk of losing everything
 STEP = 1.02  # the history keeps a point whenever the number of images grew by this factor
@@ -149,6 +151,11 @@ class SetSizeMonitor:
         deviation = math.sqrt(self._squares / self.num_images)
         return self.tolerance * self.k + z * deviation / math.sqrt(self.num_calibrated)
 
+    @property
+    def enough(self) -> bool:
+        """Whether there are 30 images, and sets half as large again as K would have been noticed by now."""
+        return self.drifted or (self.num_images >= LEAST and self.mean - self.interval[0] <= self.k / 2)
+
     def update(self, sizes: Any) -> None:
         """Take in the next images; how they are divided into batches makes no difference.
 
@@ -199,8 +206,11 @@ class SetSizeMonitor:
             f"calibrated{where} for sets of {k_key(self.k)} classes on average; after {number} the mean is"
             f" {self.mean:.2f} ({100 * self.confidence:g}% interval {lower:.2f} to {upper:.2f})"
         )
+        if not self.enough:
+            return f"too few images to tell whether these differ from those of the calibration: {seen}."
         if not self.drifted:
-            return f"no drift so far: {seen}."
+            left = "" if lower <= self.k <= upper else ", which is within what the calibration leaves open"
+            return f"no drift so far: {seen}{left}."
         return (
             f"drift: {seen}. These images differ from those of the calibration, so K and the measured accuracies do"
             " not hold for them: calibrate on images like these with `avgk calibrate MODEL DATASET`."

@@ -3,6 +3,7 @@
 Every function also works in a single process, where it exchanges nothing.
 """
 
+import os
 from collections.abc import Iterable
 
 import torch
@@ -20,6 +21,11 @@ def world_size() -> int:
 def rank() -> int:
     """The number of this process, in [0, W)."""
     return dist.get_rank() if world_size() > 1 else 0
+
+
+def launched() -> tuple[int, int]:
+    """The number of this process and of all that a launcher started, as it says: none is waited for."""
+    return int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))
 
 
 def gather(values: Tensor) -> Tensor:

@@ -1,6 +1,7 @@
 """What a training says: one line for each evaluation, on a terminal one progress bar, and all of it in train.log."""
 
 import datetime
+import logging as py_logging
 import sys
 import time
 from pathlib import Path
@@ -127,8 +128,14 @@ def look_for_unused(args: TrainingArguments, model: nn.Module | None) -> None:
         args.ddp_find_unused_parameters = leaves_parameters_out(model)
 
 
+def _is_news(record: py_logging.LogRecord) -> bool:
+    """Not that two checkpoints of short epochs are of the same second, and are ordered by their steps."""
+    return "mtime may not be reliable" not in record.getMessage()
+
+
 def print_lines(trainer: Trainer) -> None:
     """Put `EpochLines` in the place of what a trainer prints by default; what a notebook shows stays."""
+    py_logging.getLogger("transformers.trainer_utils").addFilter(_is_news)
     for stock in (ProgressCallback, PrinterCallback):
         if trainer.pop_callback(stock) is not None:
             trainer.add_callback(EpochLines(bars=stock is ProgressCallback))

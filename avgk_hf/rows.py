@@ -18,6 +18,7 @@ from .shell import printable
 
 BETWEEN = " | "  # names of a set in one cell: no separator of columns in any country
 FORMULA = ("=", "+", "-", "@")  # how a cell begins that a spreadsheet would compute
+TOGETHER = 8192  # rows of a Parquet file that are written at once
 Row = Mapping[str, Any]
 
 
@@ -75,23 +76,32 @@ def write_csv(file: TextIO) -> Callable[[Iterable[Row]], None]:
     return write
 
 
-def _write_parquet(path: Path, stack: list[Any]) -> Callable[[Iterable[Row]], None]:
+@contextmanager
+def _parquet_file(path: Path) -> Iterator[Callable[[Iterable[Row]], None]]:
     import pyarrow as pa
     import pyarrow.parquet as pq
 
     types = {"image": pa.string(), "size": pa.int32(), "error": pa.string()}
     types["set"] = pa.list_(pa.struct({"label": pa.string(), "score": pa.float32()}))
 
-    def write(rows: Iterable[Row]) -> None:
-        rows = list(rows)
-        if rows and not stack:
-            for name, value in rows[0].items():
-                types.setdefault(name, pa.string() if isinstance(value, str) else pa.float64())
-            stack.append(pq.ParquetWriter(path, pa.schema([(name, types[name]) for name in rows[0]])))
-        if rows:
-            stack[0].write_table(pa.Table.from_pylist(rows, stack[0].schema))
+    held: list[Row] = []
+    writer: pq.ParquetWriter | None = None
 
-    return write
+    def write(rows: Iterable[Row], last: bool = False) -> None:
+        nonlocal writer
+        held.extend(rows)
+        if held and writer is None:
+            for name, value in held[0].items():
+                types.setdefault(name, pa.string() if isinstance(value, str) else pa.float64())
+            writer = pq.ParquetWriter(path, pa.schema([(name, types[name]) for name in held[0]]))
+        if held and (last or len(held) >= TOGETHER):
+            writer.write_table(pa.Table.from_pylist(held, writer.schema))
+            held.clear()
+
+    yield write
+    write((), last=True)
+    if writer is not None:
+        writer.close()
 
 
 ENDINGS = (".csv", ".jsonl", ".parquet")
@@ -113,10 +123,8 @@ def written_to(path: str | Path) -> Iterator[Callable[[Iterable[Row]], None]]:
     ending = check_ending(path).suffix.lower()
     with new_file(path) as new:
         if ending == ".parquet":
-            opened: list[Any] = []
-            yield _write_parquet(new, opened)
-            for writer in opened:
-                writer.close()
+            with _parquet_file(new) as write:
+                yield write
             return
         with open(new, "w", encoding="utf-8-sig" if ending == ".csv" else "utf-8", newline="") as file:
             if ending == ".csv":

@@ -168,13 +168,24 @@ def choices(before: Calibration, source: dict[str, Any], made: list[str]) -> dic
 
     Args:
         before: The calibration before, which knows on which images the checkpoint was chosen.
-        source: What the new one says about its images: `dataset`, `split` and, after a training, `selection`.
+        source: What the new one says about its images: `dataset`, `split` and, after a training, `selection` and
+            `taken`, which and how many of the training images were taken for validation.
         made: What else is chosen on the same images: head, balance.
     """
     selection = source.get("selection") or before.source.get("selection")
     same = selection is not None and selection == f"{source.get('dataset')} {source.get('split')}"
-    found = {"chosen": ["checkpoint"] * same + made, "selection": selection}
+    taken = source.get("taken") or before.source.get("taken")
+    found = {"chosen": ["checkpoint"] * same + made, "selection": selection, "taken": taken}
     return {name: value for name, value in found.items() if value}
+
+
+def taken_in_training(calibration: Calibration) -> tuple[str | None, dict[str, int]]:
+    """The dataset from whose training images a training took some of each class, and how: the arguments for it."""
+    found = calibration.source.get("taken")
+    number, seed = (found.get(name) if isinstance(found, dict) else None for name in ("per_class", "seed"))
+    if type(number) is not int or type(seed) is not int or min(number - 1, seed) < 0:  # of a stranger
+        return None, {}
+    return found.get("dataset"), {"per_class": number, "seed": seed}
 
 
 def promise(calibration: Calibration) -> str | None:
@@ -185,7 +196,7 @@ def promise(calibration: Calibration) -> str | None:
         return None
     verb = "were" if len(chosen) > 1 else "was"
     return (
-        f"coverage is approximate: the {' and the '.join(chosen)} {verb} chosen on the images of the calibration;"
-        " `calibration_split: auto` in a recipe keeps half of 1,000 or more aside, `avgk calibrate --keep-heads` takes"
-        " others."
+        f"coverage is approximate: the {' and the '.join(chosen)} {verb} chosen on the images of the calibration,"
+        " so that somewhat fewer sets than asked for may hold the true class. With 1,000 validation images or more"
+        " `calibration_split: auto` in a recipe avoids that, with others `avgk calibrate MODEL DATASET --keep-heads`."
     )

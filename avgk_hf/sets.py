@@ -118,9 +118,11 @@ class AverageKThreshold:
             self._take(values)
 
     def survivors(self, device: torch.device | str = "cpu") -> Tensor:
-        """The scores (h,) that the thresholds can still need: what another process has to `merge`."""
+        """The scores (h,), no more than K n + 1, that the thresholds can need: what another process has to `merge`."""
         if self._held is None:
             return torch.empty(0, device=device)
+        if self._num_held > self._num_needed:
+            self._compact()
         return torch.as_tensor(self._held[: self._num_held]).to(device)
 
     def facts(self) -> tuple[int, int, float, int]:
@@ -184,20 +186,20 @@ class AverageKThreshold:
 
     def _compact(self) -> None:
         """Keep the largest values that any K can need, and raise the bound to the smallest of them."""
-        needed = self._num_needed
-        if isinstance(self._held, np.ndarray):
-            self._held.partition(len(self._held) - needed)  # ascending: the largest are at the end
-            dropped, kept = self._held[:-needed], self._held[-needed:]
+        needed, held = self._num_needed, self._held[: self._num_held]
+        if isinstance(held, np.ndarray):
+            held.partition(len(held) - needed)  # ascending: the largest are at the end
+            dropped, kept = held[:-needed], held[-needed:]
             bound = float(kept[0])
         else:
-            ordered = self._held.sort(descending=True).values
+            ordered = held.sort(descending=True).values
             kept, dropped = ordered[:needed], ordered[needed:]
             bound = float(kept[-1])
         if bound > self._bound:
             self._num_ties = 0
         self._bound = bound
         self._num_ties += int((dropped == bound).sum())
-        self._held[:needed] = kept if isinstance(kept, Tensor) else kept.copy()
+        self._held[:needed] = kept
         self._num_held = needed
 
     def compute(self) -> dict[float, float]:
@@ -215,7 +217,9 @@ class AverageKThreshold:
                 f"{self.num_seen} images were given, but num_examples={self.num_examples} were announced: the"
                 " threshold depends on that number. Announce the number of images you calibrate on."
             )
-        ordered = np.sort(self.survivors().numpy())[::-1]  # largest first
+        ordered = self.survivors().numpy()
+        ordered.sort()  # in place: a copy would take as much as all that is held
+        ordered = ordered[::-1]  # largest first
         result = {}
         for k in ks:
             rank = round(k * self.num_examples)

@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterator
 from typing import TextIO
 
 MASK = "***"
+NOUN, MOST_LETTERS = "class/classes", 40  # what a class is called
 
 
 class Terminated(KeyboardInterrupt):
@@ -33,6 +34,18 @@ def printable(text: object) -> str:
         c if c.isprintable() or unicodedata.category(c) == "Zs" else c.encode("unicode_escape").decode()
         for c in str(text)
     )
+
+
+def read_noun(noun: str) -> tuple[str, str]:
+    """What a class is called, one and many.
+
+    >>> read_noun("class/classes"), read_noun("species")
+    (('class', 'classes'), ('species', 'species'))
+    """
+    one, _, many = noun.partition("/")
+    if not one.strip() or len(noun) > MOST_LETTERS or not noun.isprintable():
+        raise ValueError(f"--noun {noun[:MOST_LETTERS]!r} is no word; give e.g. `species`, or `bird/birds`.")
+    return one.strip(), many.strip() or one.strip()
 
 
 def _one_line(error: Exception) -> str:

@@ -126,12 +126,12 @@ class SetStatistics:
         if not self._columns:
             types = {"best": torch.float32}
             if self.labelled:
-                types |= {"label": torch.int64, "true": torch.float32, "rank": torch.int64}
-                types |= {f"{name} {what}": torch.int64 for name in self.answers for what in ("size", "hit")}
+                types |= {"label": torch.int32, "true": torch.float32, "rank": torch.int32}
+                types |= {f"{name} {what}": torch.int32 for name in self.answers for what in ("size", "hit")}
                 if self.mass:
                     types["mass"] = wide(device)
             if self.stream is None:
-                types |= {k_key(k): torch.int64 for k in self.ks}  # set sizes
+                types |= {k_key(k): torch.int32 for k in self.ks}  # set sizes
             self._columns = {
                 name: torch.zeros(self.num_examples, dtype=dtype, device=device) for name, dtype in types.items()
             }
@@ -150,13 +150,13 @@ class SetStatistics:
             return
         add_up(self.columns(device).values())
         if self.stream is not None:
-            merged, own = AverageKThreshold(self.ks, self.num_examples), self.stream.survivors(device)
+            own = self.stream.survivors(device).clone()
             facts = torch.tensor([len(own), *self.stream.facts()], dtype=wide(device), device=device)
             for source, (count, *facts_of_source) in enumerate(gather(facts).tolist()):
                 survivors = own if source == rank() else torch.empty(int(count), device=device)
                 broadcast([survivors], source)
-                merged.merge(survivors, *facts_of_source)
-            self.stream = merged
+                if source != rank():
+                    self.stream.merge(survivors, *facts_of_source)
         self.num_seen = int(sum_over_processes(self.num_seen, device))
         self.num_labels = int(gather(torch.tensor(self.num_labels, device=device)).max())
 

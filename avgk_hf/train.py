@@ -104,9 +104,9 @@ def load_data(
     if data_args.on_bad_image == "skip":
         with args.main_process_first(desc="checking images"):  # the other processes find what datasets has kept
             for part, split in used.items():
-                used[part], skipped[part] = skip_bad_images(
-                    split, names[part], args.dataloader_num_workers, report=args.process_index == 0
-                )
+                report, workers = args.process_index == 0, args.dataloader_num_workers
+                used[part], faults = skip_bad_images(split, names[part], workers, report)
+                skipped[part] = len(faults)
     if not data_args.allow_new_classes:
         check_new_classes({names[part]: split for part, split in used.items()}, names["train"])
     if data_args.calibration_split == "auto":
@@ -155,7 +155,7 @@ def make_trainer(
         raise ValueError("cache_features is for a backbone that does not learn: set `freeze_backbone: true` too.")
     set_seed(args.seed)
     model = build_model(model_args, data["train"].features["label"].names)
-    return AvgKTrainer(
+    trainer = AvgKTrainer(
         model=None if model_init else model,
         model_init=model_init,
         args=args,
@@ -163,6 +163,8 @@ def make_trainer(
         eval_dataset=as_input(data["validation"], model, data_args, args),
         dataset_name=data_args.dataset,
     )
+    trainer.record = {"data": asdict(data_args)}
+    return trainer
 
 
 def run(
@@ -191,7 +193,7 @@ def run(
         test = as_input(used["test"], trainer.model, data_args, args, keep=False)
         trainer.evaluate(test, metric_key_prefix="test")
     recipe = {**asdict(model_args), **{name: getattr(args, name) for name in TRAINED}}
-    trainer.record = {"data": asdict(data_args), "recipe": recipe} | ({"skipped": skipped} if skipped else {})
+    trainer.record |= {"recipe": recipe} | ({"skipped": skipped} if skipped else {})
     trainer.save_model()
     trainer.save_state()
     results = trainer.results()
@@ -208,6 +210,10 @@ def _show_results(trainer: AvgKTrainer, results: dict[str, Any]) -> None:
     if "set_sizes" in results and find_spec("matplotlib"):
         set_size_histogram({results["objective"]: results["set_sizes"]["all"]}, folder / "set_sizes.png", title)
     trainer.create_model_card()
+    step, state = trainer.weights_step, trainer.state
+    if step != state.global_step:
+        epoch = step / state.global_step * state.epoch
+        print(f"the weights are those after epoch {epoch:.4g} of {state.epoch:.4g}, the best on validation")
     if (approximate := promise(Calibration.of(trainer.model.config))) is not None:
         print(approximate)
 

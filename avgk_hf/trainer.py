@@ -19,7 +19,7 @@ from .calibration import Calibration
 from .configuration import AvgKConfig
 from .conformal import enough_images, level_key
 from .data import class_counts
-from .data.datasets import check_length, collate
+from .data.datasets import TAKE, check_length, collate
 from .evaluation import Evaluation, loop
 from .files import new_file, write_text
 from .losses import make_loss
@@ -226,7 +226,7 @@ class AvgKTrainer(ObjectiveTrainer):
         finally:
             self._calibrating = False
         if not several:
-            self.card.record(metric_key_prefix, metrics, self.evaluation, self.state.global_step)
+            self.card.record(metric_key_prefix, metrics, self.evaluation, self.weights_step)
         return metrics
 
     def calibrate(self, dataset: Dataset) -> dict[str, float]:
@@ -277,9 +277,15 @@ class AvgKTrainer(ObjectiveTrainer):
     def _store(self, evaluation: Evaluation, dataset: Dataset) -> None:
         """Write the thresholds to the config, with what was chosen on the same images."""
         split = str(getattr(dataset, "split", None) or ("calibration" if self._keeping_heads else "validation"))
-        source = {"dataset": self.dataset_name, "split": split, "step": self.state.global_step}
+        source = {"dataset": self.dataset_name, "split": split, "step": self.weights_step}
         if self.args.load_best_model_at_end or self.args.early_stopping_patience:
             source["selection"] = f"{self.dataset_name} {getattr(self.eval_dataset, 'split', None) or 'validation'}"
+        if number := self.record["data"].get(TAKE):
+            source["taken"] = {
+                "dataset": self.dataset_name,
+                "per_class": number,
+                "seed": self.record["data"]["split_seed"],
+            }
         evaluation.store(**source)
 
     def _predictions(self, num_examples: int, ignore_keys: Sequence[str] | None) -> list[Predictions]:

@@ -17,6 +17,7 @@ import torch
 from huggingface_hub import get_session, hf_hub_download, hf_hub_url, try_to_load_from_cache
 from huggingface_hub.errors import EntryNotFoundError
 from safetensors import SafetensorError, safe_open
+from safetensors.torch import load_file
 from torch import Tensor, nn
 from transformers.utils import find_adapter_config_file, is_peft_available, logging
 
@@ -69,11 +70,13 @@ def load_backbone(
         raise ValueError(
             f"checkpoint={checkpoint!r} names weights, and pretrained=False asks for none: leave one of them out."
         )
-    if checkpoint is not None and (Path(checkpoint).suffix != ".safetensors" or not Path(checkpoint).is_file()):
+    if checkpoint is not None and Path(checkpoint).suffix != ".safetensors":
         raise ValueError(
             f"checkpoint={checkpoint!r} is not a .safetensors file. Convert other weights once with"
             " `safetensors.torch.save_file(model.state_dict(), 'weights.safetensors')`."
         )
+    if checkpoint is not None and not Path(checkpoint).is_file():
+        raise FileNotFoundError(f"checkpoint={checkpoint!r}: there is no such file; check the path.")
     weights: dict[str, Any] = {} if checkpoint is None else {"file": str(checkpoint)}
     if ":" in source:
         architecture, stored_args, cfg = _stored_config(source)
@@ -95,7 +98,7 @@ def load_backbone(
         if image_size is not None and cfg and cfg.fixed_input_size:
             model_args.setdefault("img_size", image_size)
     # timm itself loads the weights, once; __init__ builds without them, or every from_pretrained would fetch them
-    trained = create_backbone(architecture, model_args, pretrained, **where)
+    trained = _created(architecture, model_args, pretrained, where, weights.get("file"))
     cfg = _portable_cfg(trained.pretrained_cfg, model_args.get("in_chans", 3), image_size)
     about = {"architecture": cfg["architecture"], "model_args": model_args, "pretrained_cfg": cfg}
     if not pretrained or checkpoint is not None:  # timm's description is of other weights
@@ -104,6 +107,33 @@ def load_backbone(
         hub_id = source.partition(":")[2].partition("@")[0] or trained.pretrained_cfg.get("hf_hub_id")
         about["base_model"] = hub_id if is_hub_id(hub_id) else None
     return trained, about
+
+
+def _created(architecture: str, model_args: dict, pretrained: bool, where: dict, file: str | None) -> nn.Module:
+    """The timm model; a file with the weights of another one is refused."""
+    reason = "they fill fewer than half of its tensors"
+    try:
+        model = create_backbone(architecture, model_args, pretrained, **where)
+        if file is None or not pretrained or _share_of(model, file) >= 0.5:
+            return model
+    except RuntimeError as error:
+        if file is None or "state_dict" not in str(error):
+            raise
+        reason = reason_of(error)[:200]
+    raise ValueError(
+        f"the weights in {file} are not those of {architecture!r} ({reason}): name the timm model that they are of"
+        " with `model:`, `--model` for a command."
+    )
+
+
+def _share_of(model: nn.Module, file: str) -> float:
+    """How many of a model's parameters are in a file, by what they hold: timm may have changed their names.
+
+    timm only warns where names do not fit, and the model would keep its random weights.
+    """
+    stored = {(value.numel(), value.double().sum().item()) for value in load_file(file).values()}
+    own = [(value.numel(), value.detach().double().sum().item()) for value in model.parameters()]
+    return sum(each in stored for each in own) / max(len(own), 1)
 
 
 def _stored_config(source: str) -> tuple[str, dict[str, Any], dict[str, Any]]:

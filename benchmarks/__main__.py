@@ -9,7 +9,7 @@ os.environ.setdefault("HF_HUB_OFFLINE", "1")
 
 import torch
 
-from . import calibration, evaluation, features, loss, prediction, reading, startup
+from . import calibration, evaluation, features, loss, prediction, reading, scale, startup
 from .measure import Table
 
 PARTS = {
@@ -19,6 +19,7 @@ PARTS = {
     "evaluation": evaluation,
     "reading": reading,
     "features": features,
+    "scale": scale,
     "startup": startup,
 }
 README = Path(__file__).with_name("README.md")

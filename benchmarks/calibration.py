@@ -2,15 +2,20 @@
 
 from collections import deque
 from collections.abc import Iterable, Iterator
+from types import SimpleNamespace
 
 import torch
 from torch import Tensor
+from transformers import ViTConfig
 
+from avgk_hf.collecting import Evaluation
+from avgk_hf.evaluation import loop
 from avgk_hf.sets import AverageKThreshold
 
 from .measure import MIB, Table, peak_rss_growth, progress, ratio, times
 
 K, BATCH = 5, 128
+SIZES, LEVELS = (1, 2, 3, 5, 10), (0.9, 0.95, 0.99)  # of a whole calibration
 
 
 def by_streaming(batches: Iterable[Tensor], num_examples: int, ks: Iterable[float] = (K,)) -> float:
@@ -36,13 +41,39 @@ def by_topk(batches: list[Tensor]) -> float:
     return (0.5 * (ordered[-2] + ordered[-1])).item()
 
 
-def score_batches(num_examples: int, num_labels: int) -> Iterator[Tensor]:
-    """Softmax rows of n images, made batch by batch and not kept."""
+def logit_batches(num_examples: int, num_labels: int) -> Iterator[Tensor]:
+    """Logits of n images, made batch by batch and not kept."""
     generator = torch.Generator().manual_seed(0)
     logits = torch.randn(BATCH, num_labels, generator=generator)
     for start in range(0, num_examples, BATCH):
         sharpness = 2 + 2 * torch.rand(1, generator=generator)  # so that no two batches are alike
-        yield (sharpness * logits[: num_examples - start]).softmax(1)
+        yield sharpness * logits[: num_examples - start]
+
+
+def score_batches(num_examples: int, num_labels: int) -> Iterator[Tensor]:
+    """The same as softmax rows."""
+    return (logits.softmax(1) for logits in logit_batches(num_examples, num_labels))
+
+
+def whole_calibration(num_examples: int, num_labels: int) -> ViTConfig:
+    """All that `avgk calibrate` computes of a classifier of another class, from logits in place of images."""
+    config = ViTConfig(num_labels=num_labels)
+    evaluation = Evaluation(config, num_examples, SIZES, calibrate=True, levels=LEVELS)
+    labels = torch.arange(BATCH) % num_labels
+    batches = (
+        {"logits": logits, "labels": labels[: len(logits)]} for logits in logit_batches(num_examples, num_labels)
+    )
+    loop([evaluation], batches, lambda batch: (SimpleNamespace(logits=batch["logits"]), None), BATCH)
+    evaluation.store()
+    evaluation.metrics()
+    return config
+
+
+def calibrate_whole(num_examples: int, num_labels: int) -> Iterator[None]:
+    """For `peak_rss_growth`: the same, after a small one that pays for lazy initialisation."""
+    whole_calibration(2 * BATCH, num_labels)
+    yield
+    whole_calibration(num_examples, num_labels)
 
 
 def consume(num_examples: int, num_labels: int, calibrate: bool) -> Iterator[None]:
@@ -98,4 +129,20 @@ def run() -> Iterator[Table]:
             (calibrating - bare) / MIB,
             bound,
         )
+    yield table
+
+    num_examples, num_labels = 1_000_000, 1_000
+    progress(f"memory of a whole calibration, {num_examples} x {num_labels}")
+    table = Table(
+        "Memory of a whole calibration",
+        f"MiB by which all that `avgk calibrate` computes for K in {SIZES} and coverages {LEVELS}, from scores that"
+        f" are made in batches of {BATCH}, these included, raises the peak resident memory of a fresh process. What is"
+        " held are 8 bytes for each image and unit of the largest K, and 24 for each image.",
+    )
+    everything, growth = (
+        4 * num_examples * num_labels / MIB,
+        peak_rss_growth(calibrate_whole, num_examples, num_labels),
+    )
+    what = f"n = {num_examples}, L = {num_labels}, where all scores are {everything:.0f} MiB"
+    table.add(what, growth / MIB, "<= 300")
     yield table

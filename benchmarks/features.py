@@ -15,7 +15,7 @@ from avgk_hf.modeling import AvgKOutput
 
 from .measure import Table, progress, ratio, times
 
-IMAGES, CLASSES, BATCHES, EPOCHS, ROUNDS = 4800, 200, (64, 256), 20, 3  # about those of CUB-200-2011
+IMAGES, CLASSES, BATCHES, EPOCHS, ROUNDS = 4800, 200, (64, 128, 256), 20, 3  # about those of CUB-200-2011
 ARCHITECTURE = "tf_efficientnet_lite0"
 
 

@@ -124,6 +124,11 @@ def peak_rss_growth(function: Callable[..., Any], *args: Any) -> int:
 
 
 def _grow(sender: Any, function: Callable[..., Any], args: tuple) -> None:
+    sender.send(growth(function, *args))
+
+
+def growth(function: Callable[..., Any], *args: Any) -> int:
+    """The same in this process, which should be a fresh one."""
     torch.set_num_threads(1)
     steps = function(*args)
     next(steps)
@@ -131,7 +136,7 @@ def _grow(sender: Any, function: Callable[..., Any], args: tuple) -> None:
     Path("/proc/self/clear_refs").write_text("5")  # the peak so far, of the imports, is forgotten
     before = _status("VmRSS")
     next(steps, None)
-    sender.send(_status("VmHWM") - before)
+    return _status("VmHWM") - before
 
 
 def _status(name: str) -> int:

@@ -1,4 +1,8 @@
-"""Small real data and models shared by the tests; nothing here needs a network."""
+"""Small real data and models shared by the tests; nothing here needs a network.
+
+What takes seconds to import is imported where it is used, because the process that only hands tests to others reads
+this file too, before they begin.
+"""
 
 import gc
 import os
@@ -10,19 +14,13 @@ os.environ.setdefault("HF_DATASETS_OFFLINE", "1")
 
 import numpy as np
 import pytest
-import torch
 from filelock import FileLock
 from forked import TENSORS, Forks
 from PIL import Image
-from transformers import ViTConfig, ViTForImageClassification, ViTImageProcessor
-
-from avgk_hf import AvgKForImageClassification, AvgKTrainer, AvgKTrainingArguments, load_splits, prepare
-from avgk_hf.cli import main
 
 # a shell ignores Ctrl-C for what it runs in the background, and so would every process that the tests start
 signal.signal(signal.SIGINT, signal.default_int_handler)
-# the models are tiny, and threads only wait for each other; `make test-portable` asks for more
-torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS", "1")))
+THREADS = os.environ.get("OMP_NUM_THREADS", "1")  # tiny models: threads wait for each other; test-portable asks for 2
 
 CLASSES = ["ash", "beech", "cedar", "elm", "fir", "oak"]
 
@@ -33,7 +31,8 @@ LONGEST = """test_sweep test_compare test_faults test_security test_export test_
 # all but these are run by `make test-portable` too: their tests compare no numbers, or only whether two processes of
 # one machine give the same; single tests among them that do have the mark `numbers`
 NO_NUMBERS = """test_app test_archives test_auto test_bad_input test_classes test_cli test_configuration test_docs
-    test_hooks test_hub test_layers test_readme test_report test_security test_tables test_training_args"""
+    test_endpoint test_hooks test_hub test_layers test_predict test_readme test_report test_security test_streams
+    test_tables test_training_args"""
 
 
 def pytest_collection_finish():
@@ -45,6 +44,9 @@ def pytest_unconfigure():
 
 
 def pytest_collection_modifyitems(items):
+    import torch
+
+    torch.set_num_threads(int(THREADS))
     for item in items:
         if item.path.stem not in NO_NUMBERS.split():
             item.add_marker("numbers")
@@ -64,6 +66,8 @@ def write_images(folder, per_class: dict[str, int], seed: int = 0, size: int = 2
 
 def save_vit(folder) -> None:
     """A tiny ViT of transformers itself for these classes, which knows nothing of this package."""
+    from transformers import ViTConfig, ViTForImageClassification, ViTImageProcessor
+
     labels = dict(enumerate(CLASSES))
     config = ViTConfig(
         image_size=32,
@@ -77,6 +81,16 @@ def save_vit(folder) -> None:
     )
     ViTForImageClassification(config).save_pretrained(folder)
     ViTImageProcessor(size={"height": 32, "width": 32}).save_pretrained(folder)
+
+
+def crossed(firsts, seconds) -> list:
+    """Parameters: all pairs, of which those that try no value for the first time are left to `make test-portable`."""
+    firsts, seconds = list(firsts), list(seconds)
+    return [
+        pytest.param(first, second, marks=() if first == firsts[0] or second == seconds[0] else pytest.mark.long)
+        for first in firsts
+        for second in seconds
+    ]
 
 
 def made_once(tmp_path_factory, name, make) -> Path:
@@ -107,6 +121,8 @@ def image_folder(tmp_path_factory):
 def trained_run(tmp_path_factory, image_folder):
     """A finished run of two epochs with two checkpoints, calibrated for K = 1, 2 and 3."""
 
+    from avgk_hf.cli import main
+
     def make(folder):
         folder.mkdir()
         (folder / "recipe.yaml").write_text(RECIPE.format(dataset=image_folder, output=folder / "run"))
@@ -126,19 +142,25 @@ def forks(tmp_path_factory):
 @pytest.fixture(scope="session")
 def fresh():
     """Runs programs in new processes, in any environment: they import what reads it themselves."""
-    own = {"PYTHONPATH": str(Path(__file__).parent.parent), "OMP_NUM_THREADS": str(torch.get_num_threads())}
+    own = {"PYTHONPATH": str(Path(__file__).parent.parent), "OMP_NUM_THREADS": THREADS}
     with Forks({**os.environ, **own}, TENSORS) as forks:
         yield forks
 
 
 @pytest.fixture(scope="session")
 def splits(image_folder):
+    from avgk_hf import load_splits
+
     return load_splits(str(image_folder))
 
 
 @pytest.fixture
 def make_model():
-    def make(name: str = "test_resnet", **kwargs) -> AvgKForImageClassification:
+    import torch
+
+    from avgk_hf import AvgKForImageClassification
+
+    def make(name: str = "test_resnet", **kwargs):
         torch.manual_seed(0)
         if "num_labels" not in kwargs:
             kwargs = {"id2label": dict(enumerate(CLASSES)), **kwargs}
@@ -151,8 +173,9 @@ def make_model():
 @pytest.fixture
 def make_trainer(splits, make_model, tmp_path):
     """An AvgKTrainer on the image folder; keyword arguments are training arguments, `given` are the Trainer's own."""
+    from avgk_hf import AvgKTrainer, AvgKTrainingArguments, prepare
 
-    def make(model=None, callbacks=None, given=None, **kwargs) -> AvgKTrainer:
+    def make(model=None, callbacks=None, given=None, **kwargs):
         model = model or make_model()
         defaults = {
             "output_dir": str(tmp_path / "run"),

@@ -9,7 +9,6 @@ import os
 import re
 import shutil
 import socket
-import subprocess
 import sys
 import time
 from pathlib import Path
@@ -205,9 +204,15 @@ def test_a_class_is_called_what_the_visitor_calls_it(model_folder, image_folder,
     answers, scores = answers_and_scores(load_classifier(str(model_folder)), image_folder / "test" / "oak" / "0.png")
     answers = Answers(answers.model, "species")
     text, growth = answers.html(scores, k=4)
-    assert "species</span> for K = 4" in text and ">species</th>" in growth and "class<" not in text
-    slider = components(build_page(answers, "trees"), "slider")[0]
+    assert "species</span> for K = 4" in text and ">species</th>" in growth
+    assert "mean over species" in answers.html(scores, k=2)[0]  # of a K that was trained, with what it is worth
+    for part in (*answers.html(scores, k=2), *answers.html(scores, coverage=0.9)):
+        assert not re.search(r"\bclass(es)?\b(?!=)", re.sub(r"<[^>]*>", " ", part))
+    page = build_page(answers, "trees")
+    slider = components(page, "slider")[0]
     assert slider["label"] == "K, species on average"
+    for control in (*components(page, "slider"), *components(page, "radio")):
+        assert not re.search(r"\bclass(es)?\b", f"{control.get('label')} {control.get('info')}")
     assert (Answers(answers.model, "bird/birds").count(1), Answers(answers.model, "bird/birds").count(2)) == (
         "1 bird",
         "2 birds",
@@ -376,6 +381,25 @@ def test_what_cannot_be_shown_is_refused_at_the_start(make_model, tmp_path, mode
     assert not (tmp_path / "space").exists()
 
 
+FIRST_LINE = """
+import builtins, os, sys
+from avgk_hf.cli import main
+said = print
+def note(*words, **how):
+    said(*words, "gradio" in sys.modules, flush=True)
+    os._exit(0)
+builtins.print = note
+main(sys.argv[1:])
+"""
+
+
+@pytest.mark.long
+def test_the_command_answers_before_gradio_is_imported(fresh, model_folder, tmp_path):
+    words = ["app", str(model_folder), "--port", browser.free_port(), "--noun", "tree/trees"]
+    ended = fresh.run(FIRST_LINE, *words, folder=tmp_path)
+    assert (ended.code, ended.out) == (0, "trees knows 6 trees; its page is being made. False\n"), ended.err
+
+
 def test_a_port_in_use_is_refused(model_folder, capsys):
     with socket.socket() as other:
         other.bind(("127.0.0.1", 0))
@@ -398,8 +422,11 @@ def test_any_classifier_with_thresholds_can_be_shown(splits, image_folder, tmp_p
 
 
 def test_glyphs_are_drawn_as_examples(make_model):
-    model = make_model(num_labels=120, id2label=dict(enumerate(map(class_name, CHARACTERS))), in_chans=1).eval()
+    model = make_model(
+        num_labels=120, id2label=dict(enumerate(map(class_name, CHARACTERS))), model_args={"in_chans": 1}
+    ).eval()
     Calibration.store(model.config, {2: 1 / 120}, {})  # of an untrained model: some scores lie above it, some below
+    model.config.id2label = dict(sorted(model.config.id2label.items(), key=str))  # as a file that is sorted holds them
     with chosen_examples(Answers(model), None) as chosen:
         sizes = [size for _, size in chosen]
         assert len(chosen) == 8 and sizes == sorted(sizes) and len(set(sizes)) > 3
@@ -452,6 +479,7 @@ def test_a_space_is_written_whole_or_not_at_all(model_folder, tmp_path, monkeypa
     assert list(space.parent.iterdir()) == [space]
 
 
+@pytest.mark.long
 def test_a_written_space_runs_by_itself(model_folder, image_folder, tmp_path):
     """Outside of the checkout, with the package, model and examples that were copied."""
     space = tmp_path / "space"
@@ -495,13 +523,14 @@ exec("\\n".join(line.strip() for line in code.splitlines()))
 """
 
 
-def test_a_model_of_the_hub_stays_there_and_the_printed_lines_push_the_space(model_folder, tmp_path):
+@pytest.mark.long
+def test_a_model_of_the_hub_stays_there_and_the_printed_lines_push_the_space(model_folder, fresh, tmp_path):
     with HubServer() as hub:
         env = {name: value for name, value in os.environ.items() if not name.startswith("HF_")}
         env.update(HF_ENDPOINT=hub.url, HF_TOKEN=hub.token, HF_HOME=str(tmp_path / "home"), HF_HUB_DISABLE_XET="1")
-        command = [sys.executable, "-c", HUB_MODEL, str(model_folder), str(tmp_path / "space")]
-        done = subprocess.run(command, env=env, capture_output=True, text=True)
-        assert done.returncode == 0, done.stderr
+        env["PYTHONPATH"] = str(Path(__file__).parent.parent)
+        done = fresh.run(HUB_MODEL, model_folder, tmp_path / "space", folder=tmp_path, env=env)
+        assert done.code == 0, done.err
         with urlopen(f"{hub.url}/api/spaces/someone/leaves") as answered:
             pushed = {item["rfilename"] for item in json.load(answered)["siblings"]}
     assert {

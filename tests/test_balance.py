@@ -26,6 +26,7 @@ from avgk_hf.export import export_onnx, exportable
 from avgk_hf.metrics.average_k_accuracy.average_k_accuracy import average_k_accuracy
 from avgk_hf.model_card import render_card
 from avgk_hf.recipes import parse_recipe
+from avgk_hf.records import LEAST_PREVALENCE
 from avgk_hf.scope import GRID, Balancing, given_prevalence
 from avgk_hf.scores import answering_logits, balance_weights, normalised, score, smoothed_prevalence
 from avgk_hf.sets import average_k_threshold
@@ -62,13 +63,22 @@ def collected(config, logits, second, labels, ks=(1, 2, 3), levels=(0.9,), batch
     return found
 
 
-@pytest.fixture
-def stored():
-    """A config that was calibrated on drawn logits, and these."""
+def stored_config():
     config = config_of()
     logits, second, labels = drawn()
     collected(config, logits, second, labels, per_class=True).store(dataset="drawn")
     return config, logits, second, labels
+
+
+@pytest.fixture
+def stored():
+    """A config that was calibrated on drawn logits, and these."""
+    return stored_config()
+
+
+@pytest.fixture(scope="module")
+def stored_once():
+    return stored_config()[0]
 
 
 # ------------------------------------------------------------------------------------------------------ definition
@@ -108,6 +118,7 @@ def test_normalised_scores_sum_to_one():
     found = normalised(scores)
     assert found.clamp(min=0).sum(1).tolist() == pytest.approx([1] * 100) and found[:, 2].isneginf().all()
     assert np.array_equal(np.stack([normalised(row) for row in scores.numpy()]), found.numpy())
+    assert np.array_equal(normalised(scores.numpy()), found.numpy())
 
 
 def test_what_each_end_is_best_in():
@@ -229,6 +240,7 @@ def test_it_is_kept_carried_and_dropped(stored, tmp_path):
     found = Calibration.of(loaded)
     assert found.balance == 0.5 and loaded.calibration == config.calibration
     assert found.answer(Question()).lambda_val == found.at(0.5).threshold(2) != found.at(0).threshold(2)
+    assert found.at(0).answer(Question()).lambda_val == found.at(0).threshold(2)
 
     other = config_of()
     Calibration.carry(loaded, other)
@@ -265,7 +277,9 @@ def test_it_is_kept_carried_and_dropped(stored, tmp_path):
         ({"prevalence": [0.2] * 5 + [1e-300]}, "calibration.prevalence must hold 6 numbers"),
         ({"prevalence": [0.2] * 5 + [math.nan]}, "calibration.prevalence must hold 6 numbers"),
         ({"prevalence": None}, "calibration.prevalence must hold 6 numbers"),
-        ({"balances": {"1.5": {}}}, "key '1.5', which is no balance"),
+        ({"prevalence": [0.2] * 5 + [1.5]}, "calibration.prevalence must hold 6 numbers"),
+        ({"balances": {"1.5": {}}}, "^calibration.balances has the key '1.5', which is no balance"),
+        ({"balances": {"0.5": 3}}, "must hold thresholds"),
         ({"balances": {"0": {}}}, "key '0', which is no balance"),
         ({"balances": {str(i / 100): {} for i in range(1, 40)}}, "at most 20 balances"),
         ({"balances": {"0.5": {"thresholds": {"2": 0.1}, "code": 1}}}, "no other than"),
@@ -277,14 +291,26 @@ def test_it_is_kept_carried_and_dropped(stored, tmp_path):
         ({"balances": {"0.5": {"thresholds": {"2": 0.1}, "coverage": {"lac": {"2": 1}}}}}, "no coverage level"),
         ({"tradeoff": [[1, 2]]}, "tradeoff is damaged"),
         ({"tradeoff": [[1, 0, "a", 0, 0, 0]]}, "tradeoff is damaged"),
+        ({"tradeoff": [[1, 0, 0.5, 0.5, "a", 1]]}, "tradeoff is damaged"),
+        ({"tradeoff": [[1, 0, 0.5, None, 0.5, 1]]}, "tradeoff is damaged"),
         ({"balance": 2}, r"\['balance'\]=2 must be a number in \[0, 1\]"),
     ],
 )
-def test_damaged_records_are_refused(stored, change, message):
-    config = stored[0]
+def test_damaged_records_are_refused(stored_once, change, message):
+    config = stored_once
     record = {**copy.deepcopy(config.calibration), **change}
     with pytest.raises(ValueError, match=message):
         Calibration.of(Config(num_labels=L, k=2, thresholds=config.thresholds, calibration=record))
+
+
+def test_the_largest_records_that_are_taken():
+    """Twenty balances, shares up to both ends, and no few-shot accuracy where no class has few images."""
+    part, rows = {"thresholds": {"2": 0.1}}, [[2, 0, 0.5, 0.5, None, 2]]
+    balances = {f"{i / 20:g}": part for i in range(1, 21)}
+    shares = [1, LEAST_PREVALENCE, 0.5, 0.5, 0.5, 0.5]
+    fields = {"thresholds": {"2": 0.1}, "balances": balances, "prevalence": shares, "tradeoff": rows}
+    found = Calibration.of(Config(num_labels=L, k=2, **fields))
+    assert len(found.balances) == 21 and found.at(1).threshold(2) == 0.1 and found.tradeoff == rows
 
 
 def test_auto_gives_up_what_it_may():
@@ -380,10 +406,6 @@ def test_thresholds_between_that_of_all_and_those_per_class():
                 assert torch.equal(found[:, j], scores[300:, j] >= between)
         covered.append(found.gather(1, labels[300:, None]).float().mean().item())
     assert np.mean(covered) > 0.8
-    assert question_name(0.9, per_class=0.5) == "per_class_0.5_0.9"
-    for wrong in (-0.5, 1.5, "x", math.nan):
-        with pytest.raises(ValueError, match=r"per_class=.* must be true, false, or a weight"):
-            Question(coverage=0.9, per_class=wrong)
 
 
 def test_the_worst_tenth_of_the_classes():
@@ -396,6 +418,9 @@ def test_the_worst_tenth_of_the_classes():
     found = stats.answered()["best"]
     assert found["worst_class"] == 0.25 and found["worst_decile"] == (0.25 + 0.5) / 2
     assert found["mean_class"] == pytest.approx((18 + 0.75) / 20)
+    few = SetStatistics([1], 80, {1: 0.5}, answers={"best": resolve(Config(num_labels=20), lambda_val=0.5)})
+    few.update(scores[:12], labels[:12])
+    assert few.answered()["best"]["worst_decile"] == 0.25  # of three classes one at least
 
 
 # ---------------------------------------------------------------------------------------------------- every door
@@ -543,7 +568,9 @@ def test_the_commands(model, image_folder, tmp_path, capsys):
     asked = ["calibrate", str(folder), str(image_folder), "--k", "1", "3", "--balance", "auto", "--give-up", "100"]
     assert main([*asked, "--per-class", "--select-by", "macro", "--plot", str(picture)]) == 0
     printed = capsys.readouterr().out
-    assert "balance 1, the model's own: all images" in printed and "frequencies of classes: of the training" in printed
+    assert "the model's own is 1, " in printed and "frequencies of classes: of the training" in printed
+    table = printed.partition("accuracy by balance, K = 2\n")[2].splitlines()
+    assert [line.split()[0] for line in table[:6]] == ["balance", "0", "0.25", "0.5", "0.75", "1"]
     assert picture.is_file() and (tmp_path / "curve_balance.png").is_file()
     loaded = AvgKForImageClassification.from_pretrained(folder)
     found = Calibration.of(loaded.config)
@@ -684,6 +711,8 @@ def test_sets_of_some_classes_only():
         scores = calibration.scores(one, other, head)
         assert torch.equal(scores[:, [1, 3]], expected) and (scores[:, [0, 2]] == -torch.inf).all()
     assert calibration.answer(Question(k=1)).classes(calibration.scores(one)) == [[1]]
+    one[0, 0] = math.nan  # of a class that nobody asks for
+    assert calibration.answer(Question(k=1)).classes(calibration.scores(one)) == [[1]]
     with pytest.raises(ValueError, match=r"k=2 must be a number in \[1, 2\) for 2 classes"):
         calibration.answer(Question(k=2))
     for damaged in ([3, 1], [4], [1, 1], [], "13", [True]):
@@ -706,3 +735,76 @@ def test_details_are_those_of_the_folder_that_is_meant(tmp_path):
         assert Calibration.of(config).coverage["lac"] == {"0.9": share}
         load_details(config, tmp_path, subfolder="" if given else "sub")
         assert Calibration.of(config).coverage["lac"] == {"0.9": share}
+
+
+def test_details_of_a_model_on_the_hub(tmp_path):
+    """Out of the cache of the Hub, of the revision that is asked for; a model that is not there has none."""
+    for revision, share in (("a" * 40, 0.25), ("b" * 40, 0.5)):
+        config = PreTrainedConfig(num_labels=3)
+        Calibration.store(config, {1: 0.4, 2: 0.3}, coverage={"num_examples": 9, "lac": {"0.9": share}})
+        snapshot = tmp_path / "models--someone--trees" / "snapshots" / revision
+        for folder in (snapshot, snapshot / "sub"):
+            config.save_pretrained(folder)
+        save_details(config, snapshot if share == 0.25 else snapshot / "sub")
+    (tmp_path / "models--someone--trees" / "refs").mkdir()
+    (tmp_path / "models--someone--trees" / "refs" / "main").write_text("a" * 40)
+
+    def found(name="someone/trees", **given):
+        config = PreTrainedConfig(num_labels=3)
+        Calibration.store(config, {1: 0.4, 2: 0.3})
+        load_details(config, name, cache_dir=tmp_path, **given)
+        return Calibration.of(config).coverage.get("lac", {}).get("0.9")
+
+    assert found() == found(revision="a" * 40, token=None, device_map="cpu") == 0.25
+    assert found(revision="b" * 40, subfolder="sub") == 0.5
+    known = tmp_path / "models--someone--trees" / ".no_exist" / ("b" * 40)
+    known.mkdir(parents=True)
+    (known / "calibration.json").touch()  # what the Hub was asked for before, and does not have
+    assert found(revision="b" * 40) is found(subfolder="sub") is found("someone/else") is None
+
+
+def test_details_of_classifiers_that_say_little(tmp_path):
+    """Without thresholds, or without config.json beside; what is damaged is refused with the name of the file."""
+    bare = PreTrainedConfig(num_labels=3)
+    bare.train_counts = [5, 1, 0]
+    save_details(bare, tmp_path)
+    assert json.loads((tmp_path / "calibration.json").read_text()) == {"num_labels": 3, "train_counts": [5, 1, 0]}
+    config = PreTrainedConfig(num_labels=3)
+    load_details(config, tmp_path)
+    assert config.train_counts == [5, 1, 0] and not hasattr(config, "calibration")
+    fewer = PreTrainedConfig(num_labels=2)
+    load_details(fewer, tmp_path)
+    assert not hasattr(fewer, "train_counts")
+    for further, message in (
+        ({"code": 1}, "has the unknown field 'code': calibrate again"),
+        ({"train_counts": [1]}, "train_counts has 1 values for 3 classes"),
+        ({"prevalence": [1]}, "calibration.prevalence must hold 3 numbers"),
+    ):
+        (tmp_path / "calibration.json").write_text(json.dumps({"num_labels": 3, **further}))
+        config = PreTrainedConfig(num_labels=3)
+        Calibration.store(config, {1: 0.4, 2: 0.3})
+        with pytest.raises(ValueError, match=rf"calibration\.json:? {message}"):
+            load_details(config, tmp_path)
+    save_details(PreTrainedConfig(num_labels=3), tmp_path)  # nothing to keep: one that is out of date goes
+    assert not list(tmp_path.iterdir())
+    save_details(PreTrainedConfig(num_labels=3), tmp_path)
+
+
+def test_one_head_is_kept_for_every_balance():
+    """With the frequencies, what each balance is worth, and the model's own balance; config.json has balance 0."""
+    config = config_of(head="sccp")
+    collected(config, *drawn(), balancing=Balancing.of(config, 0.5)).store(dataset="drawn")
+    before = Calibration.of(config)
+    lambdas = {b: {k: before.at(b).threshold(k) for k in (1, 2, 3)} for b in (0, 0.5, 1)}
+    Calibration.keep_head(config, "sccp")
+    after = Calibration.of(config)
+    assert after.balance == 0.5 and after.source == {**before.source, "head": "ml"}
+    assert {b: {k: after.at(b).threshold(k) for k in (1, 2, 3)} for b in after.balances} == lambdas
+    assert config.thresholds == {str(k): value for k, value in lambdas[0].items()}
+    assert (after.prevalence, after.tradeoff) == (before.prevalence, before.tradeoff)
+    for balance in (0, 0.5, 1):
+        assert after.at(balance).coverage == before.at(balance).coverage != {}
+        assert (after.at(balance).source_head, after.at(balance).head()) == ("ml", "ml")
+    about = Config(num_labels=6, k=2, head="sccp", heads={}, thresholds={}, calibration={"dataset": "drawn"})
+    Calibration.keep_head(about, "sccp")
+    assert about.calibration == {"dataset": "drawn", "head": "ml"}  # what is known of the images stays

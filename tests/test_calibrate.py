@@ -335,7 +335,7 @@ def test_commands_use_the_accelerator(classifier, image_folder, tmp_path, monkey
     """On a device that computes nothing they cannot answer; before, they stayed on the CPU."""
     out = tmp_path / "out"
     assert main(["calibrate", str(classifier), str(image_folder), "--k", "2", "--out", str(out)]) == 0
-    monkeypatch.setattr("avgk_hf.classifiers.best_device", lambda: torch.device("meta"))
+    monkeypatch.setattr("avgk_hf.classifiers.best_device", lambda **_: torch.device("meta"))
     for command in (["calibrate", str(out), str(image_folder)], ["evaluate", str(out), str(image_folder)],
                     ["predict", str(out), str(image_folder / "test")]):  # fmt: skip
         with pytest.raises((RuntimeError, NotImplementedError), match="meta"):
@@ -361,7 +361,7 @@ def test_predict_in_batches(classifier, image_folder, tmp_path, capsys, monkeypa
         sizes.append(len(pixels))
         return forward(model, pixels)
 
-    monkeypatch.setattr("avgk_hf.classifiers.forward", counted)
+    monkeypatch.setattr("avgk_hf.prediction.forward", counted)
     for size in (1, 13, 64):
         capsys.readouterr()
         command = ["predict", str(out), *images, "--on-bad-image", "skip", "--batch-size", str(size), "--json"]
@@ -373,9 +373,7 @@ def test_predict_in_batches(classifier, image_folder, tmp_path, capsys, monkeypa
             assert one["image"] == other["image"]
             assert [item["label"] for item in one["set"]] == [item["label"] for item in other["set"]]
             assert [item["score"] for item in one["set"]] == pytest.approx([item["score"] for item in other["set"]])
-    monkeypatch.setattr(
-        "avgk_hf.classifiers.forward", lambda *_: SimpleNamespace(logits=torch.full((30, 6), math.nan))
-    )
+    monkeypatch.setattr("avgk_hf.prediction.forward", lambda *_: SimpleNamespace(logits=torch.full((30, 6), math.nan)))
     assert main(["predict", str(out), images[0]]) == 2
     assert "ash/0.png on, counted from 0: the logits of image(s) 0, 1" in capsys.readouterr().err
     assert main(["predict", str(out), images[0], "--batch-size", "0"]) == 2

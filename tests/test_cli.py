@@ -59,7 +59,7 @@ def test_unknown_arguments_are_refused(capsys):
         with pytest.raises(SystemExit) as stop:
             main(arguments)
         assert stop.value.code == 2
-        assert "avgk: error: " in capsys.readouterr().err
+        assert ": error: " in capsys.readouterr().err
 
 
 def test_predict_prints_sets_best_first(model_folder, image_folder, capsys):
@@ -145,6 +145,7 @@ def test_errors_are_one_clear_line(arguments, message, model_folder, image_folde
         main(arguments)
 
 
+@pytest.mark.long
 def test_demo_on_one_epoch(tmp_path, monkeypatch, capsys):
     """The real demo on a tenth of the images, so that every file it promises is written by the same code."""
     from avgk_hf import train

@@ -152,7 +152,16 @@ def test_a_miniature(config, tmp_path, capsys):
     assert {path: path.stat().st_mtime_ns for path in (out / "runs").iterdir()} == times
 
 
-def test_tuning_never_reads_the_test_split(config, image_folder, tmp_path, capsys):
+@pytest.fixture
+def two_threads():
+    """Of this process, for one test."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(2)
+    yield
+    torch.set_num_threads(before)
+
+
+def test_tuning_never_reads_the_test_split(config, image_folder, tmp_path, capsys, two_threads):
     """With unreadable test images all losses are tuned, and the first run to report fails on them."""
     data = tmp_path / "data"
     shutil.copytree(image_folder, data)
@@ -169,8 +178,10 @@ def test_tuning_never_reads_the_test_split(config, image_folder, tmp_path, capsy
     diverged = [r for r in runs.values() if r["values"]["learning_rate"] == 1e30]
     assert diverged and all("not finite" in r["error"] or "loss is" in r["error"] for r in diverged)
     assert choose(comparison, "ce", 3) == {"learning_rate": 0.02, "num_train_epochs": 1}
+    assert torch.get_num_threads() == 2  # a run has one, and whoever started it keeps its own
 
 
+@pytest.mark.long
 def test_two_shells_share_the_work_and_one_is_killed(config, tmp_path):
     """What this shell holds is left to it; kill -9 of the other ends its workers, and nothing done is done again."""
     out = tmp_path / "out"

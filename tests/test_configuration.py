@@ -5,13 +5,14 @@ import math
 import re
 
 import pytest
+import torch
 from asking import threshold
 from transformers import AutoConfig, AutoModelForImageClassification, PreTrainedConfig
 
 from avgk_hf import AvgKConfig, AvgKForImageClassification
 from avgk_hf.calibration import Calibration, Question
 from avgk_hf.checks import read_json
-from avgk_hf.configuration import AUTO_MAP, CUSTOM_PIPELINES
+from avgk_hf.configuration import AUTO_MAP, CUSTOM_PIPELINES, MOST_LABELS, SHORT, check_labels, readable_json
 from avgk_hf.losses import every_hyperparameter
 
 FIELDS = {
@@ -67,7 +68,8 @@ def test_every_field_comes_back_from_a_file(tmp_path):
         for name in (*FIELDS, *CARRIED):
             assert getattr(loaded, name) == getattr(config, name), name
     config.save_pretrained(tmp_path / "a" / "b")
-    assert AvgKConfig.from_pretrained(tmp_path / "a", subfolder="b").thresholds == config.thresholds
+    found = AvgKConfig.from_pretrained(tmp_path / "a", subfolder="b")
+    assert (found.thresholds, found.calibration) == (config.thresholds, config.calibration)
     (tmp_path / "a" / "b" / "config.json").write_text("[]")
     with pytest.raises(ValueError, match=r"b.config\.json must hold a mapping"):
         AvgKConfig.from_pretrained(tmp_path / "a", subfolder="b")
@@ -97,6 +99,45 @@ def test_what_other_readers_need_is_written_though_it_is_the_default(tmp_path):
     assert (written["auto_map"], written["custom_pipelines"]) == (AUTO_MAP, CUSTOM_PIPELINES)
     loaded = AvgKConfig.from_pretrained(tmp_path)  # this package serves, not the code beside the file
     assert not hasattr(loaded, "auto_map") and not hasattr(loaded, "custom_pipelines")
+
+
+def test_json_for_a_person():
+    """A field on one line if it is short, in the letters that people write; what is long on several, in order."""
+    content = {"z": {"b": 1, "a": "é"}, "a": [["x" * 40, {"k": ["y" * 40, "y" * 40, "y" * 40]}], "x" * 90]}
+    text = readable_json(content)
+    assert json.loads(text) == content
+    assert text.splitlines() == [
+        "{",
+        '  "a": [',
+        "    [",
+        f'      "{"x" * 40}",',
+        "      {",
+        '        "k": [',
+        *[f'          "{"y" * 40}"{comma}' for comma in (",", ",", "")],
+        "        ]",
+        "      }",
+        "    ],",
+        f'    "{"x" * 90}"',
+        "  ],",
+        '  "z": {"a": "é", "b": 1}',
+        "}",
+    ]
+    for length, lines in ((SHORT, 3), (SHORT + 1, 5)):
+        field = ["x" * (length - len('[""]'))]
+        assert len(readable_json({"field": field}).splitlines()) == lines
+
+
+def test_what_is_written_and_how(tmp_path):
+    """Defaults of transformers are left out unless asked for, and so is a base model that there is none of."""
+    config = AvgKConfig(num_labels=6, base_model="timm/resnet18.a1_in1k")
+    assert json.loads(config.to_json_string())["base_model"] == config.base_model
+    assert "base_model" not in json.loads(AvgKConfig(num_labels=6).to_json_string())
+    assert "return_dict" not in json.loads(config.to_json_string())
+    assert "return_dict" in json.loads(config.to_json_string(use_diff=False))
+    config.to_json_file(tmp_path / "other.json")
+    assert AvgKConfig.from_json_file(tmp_path / "other.json").base_model == config.base_model
+    with pytest.raises(ConnectionError):  # what transformers takes is handed on, and there is no network here
+        config.save_pretrained(str(tmp_path / "pushed"), push_to_hub=True, repo_id="someone/trees")
 
 
 def test_a_file_is_replaced_only_when_the_new_one_is_complete(tmp_path, monkeypatch):
@@ -194,6 +235,7 @@ def test_remote_code_keeps_plain_hyperparameters(monkeypatch):
         ),
         ({"score": "max"}, r"config\.score='max' is unknown; choose one of \['softmax', 'sigmoid', 'logit'\]"),
         ({"head": "both"}, r"config\.head='both' is unknown; choose one of \['ml', 'sccp', 'mean', 'auto'\]"),
+        ({"base_model": "../models"}, r"config\.base_model='\.\./models' must be a Hub id, `user/name`"),
         ({"train_counts": [1] * 5}, r"config\.train_counts has 5 values for 6 classes"),
         ({"train_counts": [1] * 5 + [-1]}, r"config\.train_counts=\[1, .*-1\] must hold whole numbers >= 0"),
         ({"train_counts": [1] * 5 + [True]}, r"config\.train_counts=.* is of the wrong type"),
@@ -242,6 +284,63 @@ def test_a_bad_field_is_refused_by_name(fields, message, tmp_path):
         assert str(error.value).startswith(str(tmp_path)) and "\n" not in str(error.value)
 
 
+def test_another_score_drops_what_was_calibrated(tmp_path):
+    """And what the score implies; the rest stays, as it does with another objective."""
+    calibrated().save_pretrained(tmp_path)
+    written = json.loads((tmp_path / "config.json").read_text())
+    assert written["score"] == "sigmoid" and written["problem_type"] == "multi_label_classification"
+    for config in (
+        AvgKConfig.from_pretrained(tmp_path, score="softmax"),
+        AvgKConfig.from_dict(written, score="softmax"),
+    ):
+        assert config.score == "softmax" and config.problem_type is None
+        assert all(not getattr(config, name) for name in CARRIED)
+        assert all(getattr(config, name) == FIELDS[name] for name in ("k", "objective", "hyperparameters", "head"))
+    assert AvgKConfig.from_pretrained(tmp_path, score="sigmoid").thresholds == written["thresholds"]
+    unstated = {name: value for name, value in written.items() if name not in ("score", "problem_type")}
+    assert AvgKConfig.from_dict(unstated, score="softmax").thresholds == written["thresholds"]  # the default
+    other = AvgKConfig.from_pretrained(tmp_path, objective="epr", beta=0.3)
+    assert (other.architecture, other.k, other.thresholds) == ("test_resnet", 2, written["thresholds"])
+
+
+def test_what_is_left_out_of_a_file_is_said(monkeypatch):
+    said = []
+    for name in ("warning", "warning_once"):
+        monkeypatch.setattr(f"avgk_hf.configuration.logger.{name}", said.append)
+    AvgKConfig.from_dict({"colour": "red", "_private": 1, "use_cache": False})
+    assert said == ["config.colour is no field of AvgKConfig and is left out."]
+    stored = {"num_labels": 6, "id2label": {str(i): f"LABEL_{i}" for i in range(6)}, "thresholds": {"2": 0.1}}
+    stored |= {"head": "ml", "train_counts": [1] * 6}
+    said.clear()
+    assert AvgKConfig.from_dict(stored).train_counts == [1] * 6 and not said
+    fresh = {**stored, "thresholds": {}}
+    assert AvgKConfig.from_dict(fresh, id2label=dict(enumerate("abcdef"))).train_counts is None and not said
+    AvgKConfig.from_dict(stored, id2label=dict(enumerate("abcdef")))
+    assert said == ["the classes or the score are not those that were calibrated: thresholds are dropped."]
+
+
+def test_labels_and_types_of_a_file_are_checked():
+    """As transformers would take them: a number that makes as many labels, a list for a mapping, any name of torch."""
+    for name in ("num_labels", "num_classes"):
+        for wrong in (-1, True, "6", 6.0, MOST_LABELS + 1):
+            with pytest.raises(ValueError, match=rf"num_labels={wrong!r} must be a whole number of at most"):
+                check_labels({name: wrong})
+    for name in ("id2label", "label2id"):
+        with pytest.raises(ValueError, match=rf"config\.{name} must be a mapping, but is of type list"):
+            check_labels({name: ["oak"]})
+    check_labels({"num_labels": MOST_LABELS, "num_classes": 0, "id2label": {}, "label2id": None})
+    for refused in ({"num_labels": -1}, {"id2label": ["oak"]}):
+        with pytest.raises(ValueError, match=r"num_labels=-1 must be|config\.id2label must be"):
+            AvgKConfig.from_dict(refused)
+    with pytest.raises(ValueError, match="num_labels=-1 must be a whole number"):
+        AvgKConfig(num_labels=-1)
+    for field in ("dtype", "torch_dtype"):
+        for wrong in ("os", "float8", 3):
+            with pytest.raises(ValueError, match=rf"config\.dtype={wrong!r} is unknown"):
+                AvgKConfig(**{field: wrong})
+        assert AvgKConfig(**{field: "bfloat16"}).dtype == AvgKConfig(**{field: torch.bfloat16}).dtype == torch.bfloat16
+
+
 def test_what_is_fine():
     config = AvgKConfig(num_labels=6, something_else=3, output_hidden_states=True)  # as transformers does
     assert AvgKConfig(heading=1).heading == 1  # not near enough to a field
@@ -254,6 +353,7 @@ def test_what_is_fine():
     )
     found = Calibration.of(logit)
     assert found.thresholds["ml"][2] == found.coverage["lac"]["0.9"] == -3.5
+    assert AvgKConfig(sccp_head=False).head == "ml"  # there is nothing to choose
     assert AvgKConfig(score="sigmoid").problem_type == "multi_label_classification"
     assert AvgKConfig().problem_type is None
     assert AvgKConfig(num_labels=2, train_counts=[0, 0]).train_counts == [0, 0]

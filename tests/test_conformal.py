@@ -1,5 +1,6 @@
 """Sets by coverage, by any K and per image: against slow code, other packages, and the law that coverage follows."""
 
+import gc
 import importlib.util
 import json
 import math
@@ -19,10 +20,10 @@ from hypothesis import strategies as st
 from mapie.classification import SplitConformalClassifier
 from mapie.conformity_scores import RAPSConformityScore
 from scipy.stats import betabinom
-from transformers import pipeline
+from transformers import PreTrainedConfig, pipeline
 
 from avgk_hf import AvgKConfig, AvgKForImageClassification, SetSizeMonitor, conformal, load_splits
-from avgk_hf.calibration import Calibration, Question
+from avgk_hf.calibration import Answer, Calibration, Question
 from avgk_hf.classifiers import load_classifier, model_scores, transform_for
 from avgk_hf.cli import main
 from avgk_hf.conformal import (
@@ -163,8 +164,9 @@ def test_levels_ranks_and_names():
         question_name(0.9, "aps"),
         question_name(0.9, "raps"),
         question_name(0.95, "lac", True),
+        question_name(0.95, "lac", 0.25),
     ]
-    assert names == ["0.9", "aps_0.9", "raps_0.9", "per_class_0.95"]
+    assert names == ["0.9", "aps_0.9", "raps_0.9", "per_class_0.95", "per_class_0.25_0.95"]
 
 
 def test_the_record_in_full():
@@ -330,6 +332,46 @@ def test_cumulative_probability_and_bounds(classes, seed, share, least, most):
         size = next((size for size in range(classes + 1) if sums[size] >= share), classes)
         assert found == order[:size]
         assert within == order[: min(max(size, least), most)]
+
+
+def test_a_rule_by_sums_sees_the_class_itself():
+    """Its score, what stands before it and its position, whether a few large scores are enough or all are needed."""
+    for scores in ([0.5, 0.25, 0.125, 0.125], [0.5, 0.484375, 0.0078125, 0.0078125]):
+        for most, size in ((0.5, 1), (0.75, 2 if scores[1] == 0.25 else 1), (1.0, 4)):
+            within = Answer("ml", lambda score, before, position, most=most: score + before <= most, most)
+            assert within.classes(torch.tensor([scores])) == [[0, 1, 2, 3][:size]]
+    nothing = Answer("ml", lambda score, before, position: score < 0, 0.25, min_size=1)
+    assert json.dumps(nothing.classes(torch.tensor([[0.25, 0.75]]))) == "[[1]]"  # class ids are whole numbers
+    second = Answer("ml", lambda score, before, position: position == 2, 1.0)
+    assert second.classes(torch.tensor([[0.25, 0.75], [1.0, 0.0]])) == [[0], [1]]
+
+
+def test_sums_are_told_apart_close_to_one():
+    """In double precision; and a class that is left out is not what a sum lacks."""
+    tiny = 2.0**-26  # half of what float32 can add to the first score
+    scores = torch.tensor([[1 - 2.0**-24, tiny, tiny, tiny]])
+    config = Config(num_labels=4, coverage={"aps": {"0.9": 1 - 2.0**-24 + 1.5 * tiny}})
+    assert resolve(config, coverage=0.9, method="aps").classes(scores) == [[0, 1, 2]]
+    rest = torch.tensor([[0.5, 0.25, -math.inf, 0.125]])
+    assert resolve(config, cumulative=1).classes(rest) == [[0, 1, 3]]
+
+
+def test_a_weight_takes_thresholds_between():
+    """w q_y + (1 - w) q of each class, q that of all images, or where it is not recorded that of the rare classes."""
+    part = {"own": {"0": 0.75}, "pooled": 0.125, "pooled_from": "rare"}
+    record = {"lac": {"0.5": 0.25}, "class_counts": [9, 0, 0, 0], "per_class": {"0.5": part, "0.6": part}}
+    config = Config(num_labels=4, coverage=record)
+    between = ((0.5, 0.5, 0.5, 0.1875), (0.5, 0.25, 0.375, 0.21875), (0.6, 0.5, 0.4375, 0.125))
+    for level, weight, of_class, of_others in between:
+        found = resolve(config, coverage=level, per_class=weight)
+        assert found.lambda_val is found.most is None and found.head == "ml"
+        scores = torch.tensor([[of_class, of_others, 0, 0], [of_class - 1e-6, of_others - 1e-6, 0, 0]])
+        assert found.classes(scores) == [[0, 1], []]
+    config.keep(coverage={name: part for name, part in record.items() if name != "lac"})
+    assert resolve(config, coverage=0.5, per_class=0.5).classes(torch.full((1, 4), 0.125)) == [[1, 2, 3]]
+    for wrong in (-0.5, 1.5, 2, "x", math.nan):
+        with pytest.raises(ValueError, match=r"per_class=.* must be true, false, or a weight"):
+            Question(coverage=0.9, per_class=wrong)
 
 
 def test_at_most_keeps_the_best_of_a_set_with_holes():
@@ -710,6 +752,27 @@ def test_a_calibration_is_kept_with_a_head(head):
     assert (bare.head, bare.heads, bare.thresholds, bare.calibration) == ("ml", {}, {}, None)
 
 
+def test_a_calibration_follows_its_config():
+    """Fields that change are read again, and what was read of a config goes with it."""
+    config, _ = carried()
+    assert (Calibration.of(config).k, Calibration.of(config).head(4)) == (2, "sccp")
+    config.k = 4
+    assert Calibration.of(config).k == 4 and Calibration.of(config).threshold() == 0.02
+    config.heads["4"] = "ml"
+    assert Calibration.of(config).head() == "ml"
+    bare = PreTrainedConfig(num_labels=3)
+    assert (Calibration.of(bare).num_labels, Calibration.of(bare).k) == (3, 1)
+    bare.num_labels = 5
+    assert Calibration.of(bare).num_labels == 5
+    auto = Calibration.of(Config(num_labels=6, k=2, head="auto", coverage={"lac": {"0.9": 0.1}}))
+    assert auto.source_head == "ml" and auto.levels() == [0.9]  # before a head was chosen
+    key = id(bare)
+    assert key in Calibration._made
+    del bare
+    gc.collect()
+    assert key not in Calibration._made
+
+
 def test_answers_are_made_once_and_say_whose_scores_they_take():
     config, _ = carried()
     found = Calibration.of(config)
@@ -720,7 +783,7 @@ def test_answers_are_made_once_and_say_whose_scores_they_take():
     assert found.threshold(1) == 0.5 and found.head_threshold("sccp", 1) == 0.45 and found.threshold(4) == 0.02
     for k in range(200):
         found.answer(Question(k=1 + k / 300))
-    assert len(found._answers) <= 100  # visitors may ask anything
+        assert len(found._answers) <= 100  # visitors may ask anything
     part = {"own": {"0": 0.1}, "pooled": 0.7, "pooled_from": "rare"}
     config.keep(head="ml", coverage={"aps": {"0.9": 0.5}, "class_counts": [9] * 6, "per_class": {"0.9": part}})
     config.head = "ml"
@@ -910,7 +973,9 @@ def test_scores_that_do_not_sum_to_one():
         config = Config(**{**vars(ASKED), "score": kind})
         with pytest.raises(ValueError, match=f"method='aps' sums probabilities, and score='{kind}'"):
             resolve(config, coverage=0.9, method="aps")
-        with pytest.raises(ValueError, match=f"cumulative=0.9 sums probabilities, and score='{kind}'"):
+        with pytest.raises(
+            ValueError, match=f"cumulative=0.9 sums probabilities, and score='{kind}' does not sum to 1\\.$"
+        ):
             resolve(config, cumulative=0.9)
         assert resolve(config, coverage=0.9).lambda_val == 0.1
     with pytest.raises(ValueError, match="not calibrated for any coverage: calibrate with `avgk calibrate MODEL"):
@@ -1033,7 +1098,8 @@ def test_the_record_of_the_command(folder, scored, splits):
 def test_the_picture_of_the_trade_off(folder):
     """Two lines, sets and top-K, with a marker for every point of the curve that is recorded."""
     picture = (folder.parent / "tradeoff.svg").read_text()
-    for words in (f"{folder.name}, sets", f"{folder.name}, top-K", "classes in a set, mean on validation"):
+    lines = ("sets, of this size on average", "top-K, so many for every image")
+    for words in (folder.name, *lines, "classes in a set, mean on validation"):
         assert words in picture
     curve = json.loads((folder / "calibration.json").read_text())["curve"]
     points = len(curve) + sum(float(row[0]).is_integer() for row in curve)

@@ -94,6 +94,7 @@ def test_gradient_checkpointing_changes_nothing():
     assert torch.allclose(*gradients, rtol=1e-4, atol=1e-6) and gradients[0].abs().max() > 0
 
 
+@pytest.mark.long
 def test_wrapped_model_saves_and_loads(forks, tmp_path):
     """With the package, and as remote code without it."""
     torch.manual_seed(0)

@@ -15,7 +15,7 @@ import avgk_hf
 from avgk_hf.cli import build_parser
 
 ROOT = Path(__file__).parent.parent
-PAGES = ("choose_k.md", "hosting.md", "rare_species.md", "results.md")
+PAGES = ("choose_k.md", "hosting.md", "rare_species.md", "results.md", "scale.md")
 GUIDE = "".join((ROOT / "docs" / name).read_text(encoding="utf-8") for name in PAGES)
 
 

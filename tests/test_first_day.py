@@ -2,21 +2,24 @@
 
 import json
 import shutil
+from functools import partial
 from pathlib import Path
 
 import numpy as np
 import pytest
 import timm
 from PIL import Image
+from safetensors.torch import save_file
 
 from avgk_hf import AvgKConfig, AvgKForImageClassification, load_splits
 from avgk_hf.calibration import Calibration
+from avgk_hf.checks import near_folder
 from avgk_hf.cli import main
 from avgk_hf.commands.init import BACKBONES
 from avgk_hf.data.datasets import class_counts, keep_aside, split_validation
 from avgk_hf.evaluation import evaluate
 from avgk_hf.recipes import parse_recipe
-from avgk_hf.scope import promise
+from avgk_hf.scope import promise, taken_in_training
 from avgk_hf.train import load_data
 from conftest import CLASSES, save_vit, write_images
 
@@ -85,16 +88,33 @@ def test_the_recipe_of_init_trains(image_folder, tmp_path, monkeypatch, capsys):
     shutil.copytree(image_folder / "train", photos / "train")
     shutil.copytree(image_folder / "test", photos / "test")
     assert main(["init", photos.name, "--out", "plants.yaml"]) == 0
-    assert capsys.readouterr().out.endswith("written to plants.yaml; train with `avgk train plants.yaml`\n")
+    printed = capsys.readouterr().out
+    assert printed.endswith("written to plants.yaml; train with `avgk train plants.yaml`\n")
     model, data, args = parse_recipe(["plants.yaml"])
-    assert (model.model, model.pretrained, model.in_chans, model.head, model.k) == ("resnet18", True, 3, "auto", 1.5)
-    assert (model.image_size, data.dataset, data.validation_per_class) == (64, photos.name, 20)
+    assert (model.model, model.pretrained, model.in_chans, model.head, model.k) == (
+        "resnet50.a1_in1k",
+        True,
+        3,
+        "auto",
+        1.5,
+    )
+    assert (model.image_size, data.dataset, data.validation_per_class) == (64, photos.name, 5)
+    assert printed.startswith(
+        "6 classes, 48 images, 2 to 25 each, 5 classes with fewer than 20; validation 24, test 30"
+    )
     assert (data.calibration_split, args.output_dir, args.calibrate_k) == ("auto", "runs/plants", [1, 1.5, 2, 3, 5])
-    assert (args.per_device_train_batch_size, args.num_train_epochs, args.load_best_model_at_end) == (9, 30, True)
+    assert (args.per_device_train_batch_size, args.num_train_epochs, args.load_best_model_at_end) == (6, 20, True)
+    assert (model.freeze_backbone, model.objective, data.cache_features, data.augmentation) == (
+        True,
+        "ce",
+        True,
+        "none",
+    )
     comments = [line for line in Path("plants.yaml").read_text().splitlines() if "  # " in line]
     assert len(comments) >= 12 and any("network" in line for line in comments)
     small = ["--model", "test_resnet", "--pretrained", "false", "--num_train_epochs", "1", "--image_size", "32"]
     assert main(["train", "plants.yaml", *small]) == 0
+    assert printed.splitlines()[0] in capsys.readouterr().out  # what is trained on was counted
     assert AvgKConfig.from_pretrained("runs/plants").thresholds.keys() == {"1", "1.5", "2", "3", "5"}
     assert main(["init", photos.name, "--out", "plants.yaml"]) == 2
     assert "plants.yaml exists and is kept" in capsys.readouterr().err
@@ -171,6 +191,106 @@ def test_a_missing_validation_split_is_taken_from_train(recipe, image_folder, tr
     splits = split_validation(load_splits(str(folder)), 20)
     assert class_counts(splits["validation"], 6).tolist() == [15, 7, 5, 4, 3, 2]
     assert class_counts(splits["train"], 6).tolist() == [15, 7, 5, 4, 3, 2]
+
+
+def test_calibrate_takes_the_validation_images_of_the_training(recipe, image_folder, tmp_path, capsys):
+    """A calibration of the same data gives the thresholds of the training, whatever was calibrated in between."""
+    folder, run = tmp_path / "trees", tmp_path / "run"
+    for split in ("train", "test"):
+        shutil.copytree(image_folder / split, folder / split)
+    taken = ["--validation_per_class", "3", "--split_seed", "5"]
+    assert main(["train", str(recipe), "--dataset", str(folder), *taken, "--num_train_epochs", "1"]) == 0
+    config = AvgKConfig.from_pretrained(run)
+    assert config.calibration["taken"] == {"dataset": "trees", "per_class": 3, "seed": 5}
+    assert main(["calibrate", str(run), str(folder), "--split", "test"]) == 0
+    assert AvgKConfig.from_pretrained(run).thresholds != config.thresholds
+    capsys.readouterr()
+    assert main(["calibrate", str(run), str(folder), "--k", "1", "3"]) == 0
+    said = "the images that the training of this model took from train (--validation-per-class 3 --split-seed 5)"
+    assert said in capsys.readouterr().err
+    again = AvgKConfig.from_pretrained(run)
+    assert again.thresholds == config.thresholds and again.calibration["num_examples"] == 17
+    assert again.calibration["taken"] == config.calibration["taken"]
+    # those of another dataset are offered, not taken
+    shutil.move(folder, tmp_path / "others")
+    assert main(["calibrate", str(run), str(tmp_path / "others")]) == 2
+    assert "--validation-per-class 3 takes 3 images of each class from 'train'" in capsys.readouterr().err
+
+
+def test_images_that_a_model_was_trained_on_are_noticed(make_model, image_folder, tmp_path, capsys):
+    """Training in Python records no split, but how many images of each class it had."""
+    folder, model = tmp_path / "trees", make_model()
+    for split in ("train", "test"):
+        shutil.copytree(image_folder / split, folder / split)
+    left = split_validation(load_splits(str(folder)), 3)
+    model.config.train_counts = class_counts(left["train"], 6).tolist()
+    model.save_pretrained(tmp_path / "model")
+    command = ["calibrate", str(tmp_path / "model"), str(folder), "--k", "2", "--out", str(tmp_path / "out")]
+    assert main(command) == 2
+    assert "--validation-per-class 3 takes 3 images of each class" in capsys.readouterr().err
+    assert main([*command, "--validation-per-class", "3"]) == 0
+    assert "it has learnt" not in capsys.readouterr().err
+    assert main([*command, "--validation-per-class", "5"]) == 0
+    left = class_counts(split_validation(load_splits(str(folder)), 5)["train"], 6)
+    number = int((model.config.train_counts - left).sum())
+    assert f"it has learnt at least {number} of these validation images" in capsys.readouterr().err
+
+
+def test_a_name_that_is_nearly_that_of_a_folder(tmp_path, monkeypatch, capsys):
+    """Is not looked for on the Hub, and a misspelt option is told from the options of its command."""
+    monkeypatch.chdir(tmp_path)
+    for name in ("runs/birds", "photographs"):
+        Path(name).mkdir(parents=True)
+    for command, words in (
+        (["predict", "runs/bird", "x.png"], "there is no model folder 'runs/bird'; did you mean 'runs/birds'?"),
+        (["info", "runs/brids"], "did you mean 'runs/birds'?"),
+        (["check", "photograph"], "there is no such folder; did you mean 'photographs'?"),
+    ):
+        assert main(command) == 2
+        assert words in capsys.readouterr().err
+    assert near_folder("google/vit-base") is None and near_folder("beans") is None
+    Path("weights.safetensors").touch()
+    assert main(["info", "weights.safetensors"]) == 2
+    assert "is a file; name the folder of a saved model" in capsys.readouterr().err
+    for option, meant in (("--ot", "--out"), ("--K", "--k"), ("--batchsize=3", "--batch-size")):
+        with pytest.raises(SystemExit):
+            main(["predict", "runs/birds", "x.png", option])
+        error = capsys.readouterr().err
+        assert f"did you mean {meant}?" in error and error.startswith("usage: avgk predict")
+
+
+def test_weights_of_another_model_are_refused(make_model, tmp_path):
+    save_file(make_model("test_resnet").backbone.state_dict(), tmp_path / "weights.safetensors")
+    build = partial(AvgKForImageClassification.from_timm, num_labels=3, k=2)
+    for name in ("test_vit", "test_convnext", "test_efficientnet"):  # timm only warns for the first two
+        with pytest.raises(ValueError, match=f"are not those of '{name}'.*name the timm model that they are of"):
+            build(name, checkpoint=str(tmp_path / "weights.safetensors"))
+    assert build("test_resnet", checkpoint=str(tmp_path / "weights.safetensors"), model_args={"in_chans": 1})
+    with pytest.raises(FileNotFoundError, match=r"none\.safetensors': there is no such file"):
+        build("test_vit", checkpoint=str(tmp_path / "none.safetensors"))
+
+
+def test_arguments_of_from_timm_are_honoured_or_refused():
+    build = partial(AvgKForImageClassification.from_timm, "test_resnet", 3, k=2)
+    assert {name.split("_")[0] for name, p in build(freeze_backbone=True).named_parameters() if p.requires_grad} == {
+        "ml",
+        "sccp",
+    }
+    for name in ("colour", "freeze_bacbone"):
+        with pytest.raises(ValueError, match=f"'{name}' is neither an argument of from_timm nor a field"):
+            build(**{name: True})
+    with pytest.raises(ValueError, match=r"Did you mean 'alpha'"):
+        build(alpa=3)
+
+
+@pytest.mark.parametrize(
+    "taken",
+    [None, 3, {"per_class": 3}, *({"per_class": n, "seed": s} for n, s in (("3", 0), (True, 0), (0, 0), (3, -1)))],
+)
+def test_a_strangers_record_of_taken_images_is_harmless(taken):
+    config = AvgKConfig(architecture="test_resnet", num_labels=3, k=1)
+    Calibration.store(config, {1: 0.5}, {"taken": taken})
+    assert taken_in_training(Calibration.of(config)) == (None, {})
 
 
 def test_calibration_images_are_kept_aside(splits):

@@ -232,6 +232,21 @@ for dataset in "someone/trees", "someone/parquet":
         for row, expected in zip(split, local[name], strict=True):
             assert row["image"].tobytes() == expected["image"].tobytes() and row["label"] == expected["label"]
 """
+STREAMED = """
+import sys
+from avgk_hf import load_splits
+from avgk_hf.data.sources import Source, load
+from avgk_hf.images import open_image
+class Opened:
+    image = staticmethod(lambda stored, name: open_image(stored, name=name))
+expected = [row["image"].convert("RGB").tobytes() for row in load_splits(sys.argv[1])["test"]]
+for dataset in "someone/trees", "someone/parquet":
+    source = Source([dataset], split="test")
+    assert source.number() == len(expected)
+    found = [(name, load(stored, Opened, name).tobytes()) for name, stored in source.read(source.pieces())]
+    assert [pixels for _, pixels in found] == expected
+    assert all(name.startswith(f"hf://datasets/{dataset}@") for name, _ in found)
+"""
 
 
 def test_datasets_on_the_hub_are_read(hub, client, tmp_path):
@@ -241,6 +256,7 @@ def test_datasets_on_the_hub_are_read(hub, client, tmp_path):
     assert hub.files("someone/trees", "dataset") == contents(tmp_path)
     client(DATASETS, tmp_path)
     assert len(downloads(hub)) == 36 + 3 + 1  # images, parquet files and their README.md, each once
+    client(STREAMED, tmp_path)
 
 
 CIFAR = """

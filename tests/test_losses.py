@@ -2,12 +2,12 @@
 
 import copy
 import math
-import threading
 
 import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
+from played import Processes
 
 from avgk_hf import AvgKConfig, AvgKForImageClassification, AvgKOutput
 from avgk_hf.losses import LOSSES, Hyperparameter, Loss, make_loss
@@ -350,55 +350,6 @@ def test_autocast_computes_in_float32(name):
     assert torch.isfinite(head.weight.grad).all()
 
 
-class Processes:
-    """Two processes that exchange tensors as torch.distributed does, played by two threads."""
-
-    def __init__(self, monkeypatch):
-        self.own, self.slots, self.barrier = threading.local(), [None, None], threading.Barrier(2, timeout=30)
-        for name in ("is_initialized", "get_world_size", "get_rank", "all_gather_into_tensor", "all_reduce"):
-            monkeypatch.setattr(f"torch.distributed.{name}", getattr(self, name))
-
-    def is_initialized(self):
-        return hasattr(self.own, "rank")  # the thread of the test is a single process
-
-    def get_world_size(self):
-        return 2
-
-    def get_rank(self):
-        return self.own.rank
-
-    def _exchange(self, value):
-        self.slots[self.own.rank] = value.clone()
-        self.barrier.wait()
-        found = list(self.slots)
-        self.barrier.wait()
-        return found
-
-    def all_gather_into_tensor(self, output, value):
-        output.copy_(torch.cat(self._exchange(value)))
-
-    def all_reduce(self, value):
-        value.copy_(sum(self._exchange(value)))
-
-    def run(self, work):
-        results = [None, None]
-
-        def process(rank):
-            self.own.rank = rank
-            try:
-                results[rank] = work(rank)
-            except Exception:
-                self.barrier.abort()
-                raise
-
-        threads = [threading.Thread(target=process, args=(rank,)) for rank in range(2)]
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            thread.join()
-        return results
-
-
 @pytest.mark.filterwarnings("error::pytest.PytestUnhandledThreadExceptionWarning")
 @pytest.mark.parametrize("ties", [False, True])
 @pytest.mark.parametrize(("name", "k"), [("avgk", 1), ("avgk", 2.5), ("avgk", 5), ("epr", 2.5), ("role", 2.5)])
@@ -467,6 +418,9 @@ def test_a_loss_is_made_from_the_config():
     assert make_loss(config, 5).theta.shape == (5, 6)
     assert make_loss(config, 5).learning_rate_factor == config.hyperparameters["theta_lr"] == 1
     with pytest.raises(ValueError, match=r"objective='role' keeps state for every training image"):
+        make_loss(config)
+    config.objective = "hinge"
+    with pytest.raises(ValueError, match=r"^objective='hinge' is unknown; choose one of \['ce', "):
         make_loss(config)
     assert {name for name, kind in LOSSES.items() if kind.two_heads} == {"avgk"}
     assert {name for name, kind in LOSSES.items() if not kind.needs_k} == {"ce", "an"}

@@ -204,6 +204,7 @@ print(json.dumps(results))
 """
 
 
+@pytest.mark.long
 def test_two_processes_at_once(fresh, tmp_path):
     """Two evaluations at the same time with one cache, then one evaluation shared by both processes."""
     environment = {**os.environ, "HF_HOME": str(tmp_path / "home"), "HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1"}

@@ -309,7 +309,7 @@ def test_evaluate_on_unlabelled_images(saved, tmp_path, capsys, caplog, kind):
     assert main(["evaluate", str(saved), dataset, "--json", "--out", str(out), *outside]) == 0
     captured = capsys.readouterr()
     metrics = json.loads(captured.out)
-    assert "has no column 'label'" in captured.err and json.loads(out.read_text()) == metrics
+    assert "does not say which class an image is of" in captured.err and json.loads(out.read_text()) == metrics
     assert set(metrics) == {
         "num_images", "mean_set_size", "monitored_k", "set_size_low", "set_size_high", "drifted"
     }  # fmt: skip
@@ -383,14 +383,34 @@ def test_unlabelled_images_of_a_foreign_classifier(tmp_path, splits, capsys):
     assert evaluate(model, splits["test"], monitor=SetSizeMonitor.from_config(model.config))["monitored_k"] == 2
 
 
+def test_a_dozen_images_are_too_few_to_tell(saved, tmp_path, capsys):
+    """Until sets half as large again would have been noticed; a drift that was found is one, however few there are."""
+    monitor = SetSizeMonitor(k=2, num_labels=20, num_calibrated=200)
+    assert not monitor.enough and monitor.message().startswith("too few images to tell")
+    monitor.update([2] * 3)
+    assert not monitor.enough
+    monitor.update([1, 2, 3] * 40)
+    assert monitor.enough and monitor.message().startswith("no drift so far: ")
+    grown = SetSizeMonitor(k=2, num_labels=20, num_calibrated=200)
+    grown.update([19] * 12)
+    assert grown.drifted and grown.enough and grown.message().startswith("drift: ")
+    folder = write_flat(tmp_path / "field", 2)
+    assert main(["evaluate", str(saved), str(folder)]) == 0
+    printed = capsys.readouterr().out
+    assert "too few images to tell whether these differ" in printed and "no drift" not in printed
+
+
 def test_broken_unlabelled_images(saved, tmp_path, capsys):
     folder = write_flat(tmp_path / "field", 10)
     (folder / "3.png").write_bytes(b"no image")
-    assert main(["evaluate", str(saved), str(folder)]) == 2
+    assert main(["evaluate", str(saved), str(folder), "--on-bad-image", "error"]) == 2
     assert "3.png cannot be read as an image" in capsys.readouterr().err
-    assert main(["evaluate", str(saved), str(folder), "--on-bad-image", "skip", "--json"]) == 0
-    metrics = json.loads(capsys.readouterr().out)
+    assert main(["evaluate", str(saved), str(folder), "--json"]) == 1
+    printed = capsys.readouterr()
+    metrics = json.loads(printed.out)
     assert metrics["num_images"] == 9 and metrics["skipped"] == 1
+    assert "left out 1 of 10 images that cannot be read:\n" in printed.err
+    assert "3.png cannot be read as an image" in printed.err.splitlines()[-1]
 
 
 def test_labels_that_are_asked_for_must_be_there(saved, tmp_path, capsys):
@@ -398,6 +418,6 @@ def test_labels_that_are_asked_for_must_be_there(saved, tmp_path, capsys):
     assert main(["evaluate", str(saved), str(folder), "--label-column", "species"]) == 2
     assert "has no column 'species'" in capsys.readouterr().err
     assert main(["calibrate", str(saved), str(folder), "--k", "2", "--split", "train"]) == 2
-    assert "has no column 'label'" in capsys.readouterr().err
+    assert "does not say which class its images are of" in capsys.readouterr().err
     assert main(["evaluate", str(saved), str(folder), "--split", "dev"]) == 2
     assert "has no split 'dev'" in capsys.readouterr().err

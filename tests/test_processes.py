@@ -2,6 +2,7 @@
 
 import json
 import os
+import shlex
 import socket
 import subprocess
 import sys
@@ -16,6 +17,7 @@ from two_processes import BATCH, CLASSES, OBJECTIVES, SIZES, everything
 
 from avgk_hf import AverageKThreshold, AvgKConfig, AvgKForImageClassification
 from avgk_hf.evaluation import evaluate
+from conftest import save_vit
 
 ROOT = Path(__file__).parent.parent
 LAUNCH = ["-m", "accelerate.commands.launch", "--config_file", str(ROOT / "recipes/accelerate_configs/cpu.yaml")]
@@ -148,6 +150,18 @@ def test_the_command_of_the_page(recipe, tmp_path):
     text = launch("-m", "avgk_hf.train", recipe, "--num_train_epochs", "1")
     assert "2 processes" in text and text.count("saved to") == 1
     assert (tmp_path / "run" / "config.json").is_file()
+
+
+@pytest.mark.long  # the same for a classifier of another class, which test_streams.py looks at
+def test_the_commands_that_calibrate_and_evaluate(image_folder, tmp_path):
+    """`accelerate launch --config_file ... -m avgk_hf.cli calibrate ...`, and then `evaluate`."""
+    save_vit(tmp_path / "vit")
+    names = {"my_classifier": tmp_path / "vit", "my_plants": image_folder, "runs/two": tmp_path / "two"}
+    page = (ROOT / "docs" / "processes.md").read_text().splitlines()
+    commands = [shlex.split(line) for line in page if line.startswith("accelerate") and " -m avgk_hf.cli " in line]
+    calibrated, evaluated = (launch(*(names.get(word, word) for word in each[4:])) for each in commands)
+    assert calibrated.count("thresholds written to") == evaluated.count("no drift so far") == 1
+    assert (tmp_path / "two" / "config.json").is_file()
 
 
 def test_streams_merge_exactly():

@@ -17,7 +17,7 @@ PAGES = ["README.md"] + [
     for name in (
         *("photographs", "existing", "python", "recipes", "sweeps", "heads", "coverage", "drift", "deploy", "page"),
         *("metric", "losses", "which_loss", "processes", "threshold", "study", "faults", "commands"),
-        *("choose_k", "hosting", "rare_species", "results"),
+        *("choose_k", "hosting", "rare_species", "results", "scale"),
     )
 ]
 TEXT = {page: (ROOT / page).read_text(encoding="utf-8") for page in PAGES}
@@ -37,6 +37,7 @@ def workplace(image_folder, tmp_path_factory):
     folder = tmp_path_factory.mktemp("readme")
     shutil.copytree(image_folder, folder / "my_plants")
     shutil.copytree(image_folder, folder / "field_labelled")
+    shutil.copytree(image_folder / "test", folder / "new_photos")
     shutil.copytree(ROOT / "recipes", folder / "recipes")
     shutil.copy(image_folder / "test" / "oak" / "0.png", folder / "image.jpg")
     save_vit(folder / "my_classifier")
@@ -112,14 +113,20 @@ def test_the_folder_of_the_python_example_is_taken_by_every_command(workplace, r
     assert "average-K accuracy" in Path("runs/python/README.md").read_text()
     assert main(["plot", "runs/python", "--out", "runs/python-plots"]) == 0
     assert Path("runs/python-plots/contact_sheet_python.png").is_file()
-    assert main(["evaluate", "runs/python", "my_plants"]) == 0
+    tables = ["--per-species", "runs/python-species.csv", "--unsure", "3", "--unsure-out", "runs/python-unsure"]
+    assert main(["evaluate", "runs/python", "my_plants", *tables]) == 0
+    assert main(["predict", "runs/python", "my_plants/test", "--k", "2", "--out", "runs/python-sets.csv"]) == 0
+    for file in ("species.csv", "species.png", "unsure/contact_sheet.png", "sets.csv"):
+        assert Path(f"runs/python-{file}").is_file()
+    assert main(["app", "runs/python", "--space", "runs/python-space"]) == 0
+    assert main(["export", "runs/python", "--onnx", "--dataset", "my_plants"]) == 0
     assert main(["calibrate", "runs/python", "my_plants", "--k", "1", "3"]) == 0
 
 
 def test_the_readme_is_short():
     assert len(TEXT["README.md"].splitlines()) <= 150
-    first = TEXT["README.md"].splitlines()[:30]
-    assert any("docs/which_loss.md" in line for line in first) and "## What to expect" in first
+    first = TEXT["README.md"].splitlines()[:35]
+    assert any("docs/which_loss.md" in line for line in first) and "## What to expect" in TEXT["README.md"]
 
 
 @pytest.mark.parametrize("page", PAGES[1:])

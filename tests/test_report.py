@@ -21,6 +21,7 @@ def test_interval_is_scipys():
     assert interval([0.5]) == {"mean": 0.5, "half_width": None, "n": 1}
 
 
+@pytest.mark.long
 def test_seeds_through_the_command(recipe, tmp_path, capsys):
     """`avgk train --seeds 3`: three runs, a report over them, and the same from `avgk report`."""
     assert main(["train", str(recipe), "--seeds", "3", "--num_train_epochs", "1"]) == 0

@@ -78,7 +78,7 @@ from avgk_hf.study.spec import plan, read_comparison
 from avgk_hf.train import build_model
 from avgk_hf.weights import check_folder
 from browser import Visitor
-from conftest import CLASSES, save_vit
+from conftest import CLASSES, crossed, save_vit
 
 # ------------------------------------------------------------------------------------------------- models and configs
 
@@ -777,9 +777,9 @@ ELSEWHERE = {
     ("features.py", "save_file"): "into the file of `new_file`",
     ("averaging.py", "save_file"): "into a fresh folder",
     ("checkpoints.py", "save"): "of the averaged weights, into a fresh folder",
-    ("space.py", "mkdir"): "above the folder that the user names",
-    ("space.py", "copytree"): "of this package into a temporary folder",
-    ("space.py", "move"): "into a folder that is new or empty",
+    ("hub.py", "mkdir"): "above the folder that the user names",
+    ("hub.py", "copytree"): "of this package into a temporary folder",
+    ("hub.py", "move"): "into a folder that is new or empty",
     ("train.py", "save_model"): "of the trainer, with `replacing`",
     ("trainer.py", "save"): "into the file of `new_file`",
     ("checkpoints.py", "save_model"): "into the folder of `replacing`",
@@ -1731,8 +1731,7 @@ READMES = {
 }
 
 
-@pytest.mark.parametrize("form", READMES)
-@pytest.mark.parametrize("place", PLACES)
+@pytest.mark.parametrize(("place", "form"), crossed(PLACES, READMES))
 def test_a_readme_points_to_its_folder_only(place, form, secret, listener, tmp_path, monkeypatch):
     for name in ("HF_HUB_OFFLINE", "HF_DATASETS_OFFLINE"):
         monkeypatch.setattr(f"datasets.config.{name}", False, raising=False)
@@ -1801,6 +1800,49 @@ def test_links_within_the_folder_are_followed(tmp_path):
     assert len(load_splits(str(snapshot))["train"]) == 2
 
 
+LINKED = ["images", "a class that is called like a split", "a README that names the files", "parquet", "saved"]
+
+
+@pytest.mark.parametrize("kind", LINKED)
+def test_the_folder_that_is_named_may_be_a_link(kind, secret, tmp_path, monkeypatch):
+    """What its reader names, he means; only what lies in it may not lead out."""
+    folder = write_folder(tmp_path / "disk" / uuid.uuid4().hex)
+    if kind == LINKED[1]:
+        Image.new("RGB", (8, 8)).save(folder / "train" / "ash" / "1.png")
+        for split in ("train", "test"):
+            (folder / split / "train").mkdir()
+            Image.new("RGB", (8, 8)).save(folder / split / "train" / "0.png")
+    elif kind == LINKED[2]:
+        yaml = "configs:\n- config_name: default\n  data_files:\n  - {split: train, path: 'train/**'}\n"
+        (folder / "README.md").write_text(f"---\n{yaml}---\n")
+    elif kind in LINKED[3:]:
+        train, folder = load_splits(str(folder))["train"], tmp_path / "disk" / kind
+        folder.mkdir()
+        own = train.cast_column("image", ImageFeature(decode=False)).map(
+            lambda row: {"image": {"bytes": Path(row["image"]["path"]).read_bytes(), "path": None}}
+        )
+        own.to_parquet(folder / "train.parquet") if kind == "parquet" else own.save_to_disk(folder)
+    number = len(load_splits(str(folder))["train"])
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "my_plants").symlink_to(folder)
+    (tmp_path / "far").symlink_to(folder.parent)
+    for name in ("my_plants", "./my_plants", str(tmp_path / "my_plants"), f"far/{folder.name}"):
+        assert len(load_splits(name)["train"]) == number
+    if kind in LINKED[:3]:
+        (folder / "train" / "ash" / "9.png").symlink_to(secret)
+        with pytest.raises(ValueError, match=r"9\.png is a link that leads out of my_plants"):
+            load_splits("my_plants")
+
+
+def test_what_is_refused_is_not_blamed_on_a_readme(tmp_path, monkeypatch):
+    folder = write_folder(tmp_path / "trees")
+    monkeypatch.setattr("avgk_hf.data.boundary._within", lambda path, roots: False)
+    with pytest.raises(ValueError) as refused:
+        load_splits(str(folder))
+    assert "0.png would be read with it, which lies outside of it" in str(refused.value)
+    assert "README" not in str(refused.value) and "empty or broken" not in str(refused.value)
+
+
 def test_a_pipe_is_not_waited_for(tmp_path):
     folder = write_folder(tmp_path / "trees")
     os.mkfifo(folder / "train" / "ash" / "1.png")
@@ -1813,8 +1855,7 @@ IMAGES += ["http://{web}/x.png", "hf://datasets/a/b/x.png", "s3://bucket/x.png",
 IMAGES += ["file://{secret}", "{folder}/.."]
 
 
-@pytest.mark.parametrize("kind", ["csv", "jsonl", "parquet", "saved"])
-@pytest.mark.parametrize("image", IMAGES)
+@pytest.mark.parametrize(("image", "kind"), crossed(IMAGES, ["csv", "jsonl", "parquet", "saved"]))
 def test_images_stay_inside_the_folder(image, kind, secret, listener, tmp_path):
     folder = tmp_path / "table"
     folder.mkdir()
@@ -2011,9 +2052,10 @@ def test_a_metric_that_is_no_number_is_refused(tmp_path, capsys):
 
 
 @pytest.mark.parametrize("value", HOSTILE_DATA)
-def test_the_card_escapes_every_value(value, make_model):
+def test_the_card_escapes_every_value(value):
     def render(value):
-        config = make_model(num_labels=3, k=1, id2label={0: value, 1: "elm", 2: "fir"}).config
+        shown = {"architecture": "test_resnet", "pretrained_cfg": {"input_size": [3, 32, 32]}}
+        config = AvgKConfig(**shown, k=1, id2label={0: value, 1: "elm", 2: "fir"})
         config.head, config.heads = "auto", {"1": "ml"}
         record = {"num_examples": [value], "dataset": value, "split": value, "date": {"a": value}}
         config.calibration = {**record, "step": value, "head": value}

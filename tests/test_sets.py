@@ -2,6 +2,7 @@
 
 import math
 import warnings
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -10,14 +11,16 @@ from asking import Config, threshold
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
+from played import Processes
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from avgk_hf.calibration import Answer, Calibration
 from avgk_hf.checks import is_number
 from avgk_hf.evaluation import calibrate, evaluate
-from avgk_hf.scores import all_scores, check_finite, head_scores, score, wide
+from avgk_hf.records import LEAST_PREVALENCE
+from avgk_hf.scores import all_scores, check_finite, head_logits, head_scores, score, wide
 from avgk_hf.sets import AverageKThreshold, average_k_threshold, check_k, k_key, predict_sets, ranked_mass, ranked_sets
-from avgk_hf.statistics import SetStatistics, class_means, curve_ks
+from avgk_hf.statistics import MeanScores, SetStatistics, class_means, curve_ks, set_size_counts, sizes_only
 
 
 def sorted_threshold(scores: np.ndarray, k: float) -> float:
@@ -200,6 +203,8 @@ def test_min_size_adds_the_best_classes():
     assert ranked_sets(scores, sets) == [[1], [0, 1]]
     assert ranked_sets(scores, predict_sets(scores, 0.7)) == [[], [0, 1]]
     assert ranked_sets(scores, predict_sets(scores, 0.95, min_size=2)) == [[1, 2], [0, 1]]
+    with pytest.raises(ValueError, match="shorter"):  # sets of other images
+        ranked_sets(scores, sets[:1])
 
 
 def test_statistics_equal_a_naive_count():
@@ -342,6 +347,80 @@ def test_columns_lie_where_they_are_wanted():
         assert {"q size", "q hit"} <= set(columns[1]) and ("1" in columns[1]) == (thresholds is not None)
 
 
+@pytest.mark.filterwarnings("error::pytest.PytestUnhandledThreadExceptionWarning")
+@pytest.mark.parametrize("thresholds", [None, {1: 0.95, 2.5: 0.7}], ids=["calibrate", "evaluate"])
+@pytest.mark.parametrize("first_share", [40, 60], ids=["uneven", "one has none"])
+def test_two_processes_count_as_one(first_share, thresholds, monkeypatch):
+    """Thresholds, accuracies, sizes, coverages and frequencies of two are those of one, bit for bit."""
+    generator = torch.Generator().manual_seed(0)
+    scores = (torch.rand(60, 9, generator=generator) * 50).round() / 50  # with ties
+    labels = torch.randint(0, 9, (60,), generator=generator)
+
+    def counted(rows):
+        found = SetStatistics([1, 2.5], 60, thresholds, train_counts=[5] * 5 + [50] * 4, mass=True)
+        for i in range(0, 60, 10):
+            if i in rows:
+                found.update(scores[i : i + 10], labels[i : i + 10], first=i)
+        return found
+
+    def frequencies(rows):
+        found = MeanScores()
+        if len(rows):
+            found.update(scores[rows.start : rows.stop])
+        return found
+
+    def work(rank):
+        rows = range(first_share) if rank == 0 else range(first_share, 60)
+        found, mean = counted(rows), frequencies(rows)
+        found.merge_processes("cpu")
+        mean.merge_processes(9, "cpu")
+        return found, mean
+
+    whole = counted(range(60))
+    for found, mean in Processes(monkeypatch).run(work):
+        assert found.compute() == whole.compute() and (found.num_seen, found.num_labels) == (60, 9)
+        assert {type(found.num_seen), type(found.num_labels)} == {int}
+        assert found.coverage([0.8], True, 2) == whole.coverage([0.8], True, 2)
+        assert np.array_equal(found.column("best"), whole.column("best"))
+        if thresholds is None:
+            assert found.curve() == whole.curve()
+        else:
+            assert np.array_equal(found.set_sizes(2.5), whole.set_sizes(2.5))
+        assert mean.prevalence() == frequencies(range(60)).prevalence()
+    alone = counted(range(60))
+    alone.merge_processes("cpu")  # one process has nothing to exchange
+    assert alone.compute() == whole.compute()
+
+
+def test_no_class_is_estimated_as_never_seen():
+    mean = MeanScores()
+    mean.update(torch.tensor([[0.75, 0.25, 0.0, -math.inf]]))
+    assert mean.prevalence() == [0.75, 0.25, LEAST_PREVALENCE, LEAST_PREVALENCE]
+
+
+def test_sizes_of_images_without_labels():
+    """That of the K that is watched comes first and has no K in its name; nothing else is reported."""
+    metrics = {"mean_set_size": 2.5, "mean_set_size@1": 1.25, "empty_sets": 0.5, "lambda_val@1": 0.5}
+    assert list(sizes_only(metrics, 7, 2, 2).items()) == [
+        ("num_images", 7), ("mean_set_size", 2.5), ("mean_set_size@1", 1.25)
+    ]  # fmt: skip
+    assert sizes_only(metrics, 7, 1, 2) == {"num_images": 7, "mean_set_size": 1.25, "mean_set_size@2": 2.5}
+    stats = SetStatistics([1], 2, {1: 0.5})
+    stats.update(torch.tensor([[0.9, 0.8, 0.0], [0.4, 0.0, 0.0]]))
+    assert stats.compute() == {1: {"lambda_val": 0.5, "mean_set_size": 1.0, "empty_sets": 0.5}}
+    bare = {"mean_set_size@1": 1.25, "mean_set_size@3": 3.0}  # a classifier without a K of its own
+    assert sizes_only(bare, 7, 3, None) == {"num_images": 7, "mean_set_size": 3.0, "mean_set_size@1": 1.25}
+
+
+def test_how_many_images_got_sets_of_each_size():
+    stats = SetStatistics([1], 4, {1: 0.5})
+    scores = torch.tensor([[0.9, 0.8, 0.0], [0.9, 0.0, 0.0], [0.0, 0.0, 0.0], [0.9, 0.9, 0.9]])
+    stats.update(scores, torch.tensor([0, 1, 1, 2]))
+    assert set_size_counts(stats, 1, None) == {"all": [1, 1, 1, 1]}
+    found = set_size_counts(stats, 1, [0, 20, 101])  # the first two have few and medium images, the last many
+    assert found == {"all": [1, 1, 1, 1], "few": [0, 0, 1], "medium": [1, 1], "many": [0, 0, 0, 1]}
+
+
 def test_the_sizes_of_the_curve():
     steps = [1, 1.1, 1.2, 1.35, 1.5, 1.75, 2, 2.5, 3, 4, 5, 6, 8]
     assert curve_ks(1) == [1] and curve_ks(1.05) == [1, 1.05]
@@ -423,6 +502,8 @@ def test_scores_of_every_head():
         head_scores(logits, sccp_logits, "auto")
     with pytest.raises(ValueError, match="head='sccp' needs the SCCP head"):
         head_scores(logits, None, "sccp")
+    for output in ({"logits": logits}, SimpleNamespace(logits=logits)):  # of models of any class
+        assert head_logits(output)[0] is logits and head_logits(output)[1] is None
 
 
 def test_what_is_a_number():
@@ -529,6 +610,28 @@ def test_parts_of_a_stream_merge_in_any_order(values, off_the_cpu, monkeypatch):
         assert {type(number) for number in (total.num_seen, total.num_labels, total._num_ties)} == {int}
         assert total.compute() == expected
         assert total.mean_set_sizes() == {k: (scores >= v).sum().item() / 60 for k, v in expected.items()}
+
+
+def test_a_late_score_that_is_just_large_enough_counts():
+    """After most have been dropped: one that lies between the two smallest that are still needed."""
+    scores = torch.zeros(8, 4)
+    scores[:4] = torch.arange(3.0, 19.0).reshape(4, 4)
+    scores[6, 2] = 10.5
+    stream = AverageKThreshold([1], 8)
+    for batch in scores.split(1):
+        stream.update(batch)
+    assert stream._bound == 10 and stream.compute() == {1: (11 + 10.5) / 2}
+
+
+def test_equal_scores_of_a_part_with_lower_ones_do_not_count():
+    """Of parts with one score each, the larger is the threshold, and only what is equal to it is in the sets."""
+    for order in ((5.0, 3.0), (3.0, 5.0)):
+        total = AverageKThreshold([1], 8)
+        for value in order:
+            part = AverageKThreshold([1], 8)
+            part.update(torch.full((4, 8), value))
+            total.merge(part.survivors(), *part.facts())
+        assert total.compute() == {1: 5.0} and total.mean_set_sizes() == {1: 4.0}
 
 
 def test_thresholds_and_bounds():

@@ -130,7 +130,7 @@ def test_what_to_expect_of_birds_and_rare_classes():
     reached = {(row["loss"], row["k"]): row["metrics"]["average_k_accuracy"]["mean"] for row in birds["rows"]}
     for loss, words in (("ce", "hold the true one for {} and {}%"), ("avgk", "the same there ({} and {}%)")):
         assert words.format(*(f"{100 * reached[loss, k]:.1f}" for k in (2, 5))) in text
-    runs = [json.loads(p.read_text()) for p in (ROOT / "results/cub200-frozen/runs").glob("final-ce-*.json")]
+    runs = [json.loads(p.read_text()) for p in (ROOT / "results/cub200-frozen/runs").glob("final-ce-seed*.json")]
     kept = {k: [one for run in runs for one in run["kept"] if k in one["k"]] for k in (2, 5)}
     lists = [
         f"{100 * np.mean([one['test']['softmax']['ml'][k_key(k)]['topk_accuracy'] for one in found]):.1f}"
@@ -144,13 +144,20 @@ def test_what_to_expect_of_birds_and_rare_classes():
     assert f"for {cost:.1f} points of all images" in text
 
 
+IN_README = [" ", " average-3 accuracy ", " mean set size ", " few shot "]
+
+
 def test_the_demos_table_follows_from_its_runs():
-    """Mean and range over seeds and processors, in docs/study.md as `python -m benchmarks.demo` computes them."""
+    """Mean and range over seeds and processors, on both pages as `python -m benchmarks.demo` computes them."""
     runs = json.loads((ROOT / "results" / "demo" / "runs.json").read_text())
     seeds, processors = ({entry[name] for entry in runs} for name in ("seed", "processor"))
     assert len(runs) == len(seeds) * len(processors) and processors == {"this machine", *SETTINGS}
     text, page = table(runs, k=3), (ROOT / "docs" / "study.md").read_text()
     assert text in page and f"of {len(runs)} runs" in " ".join(page.split()) and len(seeds) >= 3
+    rows = [line.split("|")[1:-1] for line in text.splitlines()]
+    some = ["|".join(["", *(row[rows[0].index(name)] for name in IN_README), ""]) for row in rows]
+    readme = (ROOT / "README.md").read_text()
+    assert "\n" + "\n".join(some) + "\n" in readme and f"of {len(runs)} runs" in readme
 
 
 @pytest.mark.long

@@ -24,7 +24,7 @@ from avgk_hf.progress import EpochLines, leaves_parameters_out
 from avgk_hf.questions import Question
 from avgk_hf.recipes import describe_fields
 from avgk_hf.rows import cells, row, written_to
-from avgk_hf.study import drawing, plots
+from avgk_hf.study import class_plots, drawing, plots
 from avgk_hf.study.columns import by_k
 from avgk_hf.training_args import HONOURED
 from conftest import CLASSES
@@ -99,6 +99,9 @@ def test_what_cannot_be_written_or_read_is_refused(model_folder, image_folder, t
     assert sorted(path.name for path in tmp_path.iterdir()) == ["a.png", "b.png"]
 
 
+MEANING = "(K: classes in a set on average; accuracy: sets that hold the true class)"
+
+
 def test_metrics_are_a_table_by_k():
     metrics = {"loss": 1.0, "top1_accuracy": 0.5, "average_k_accuracy": 0.75, "mean_set_size": 2.0, "empty_sets": 0.01}
     metrics |= {"average_k_accuracy@10": 1.0, "mean_set_size@10": 9.5, "average_k_accuracy@1.5": 0.6}
@@ -111,9 +114,13 @@ def test_metrics_are_a_table_by_k():
         ["10", "100.00%", "9.50", "–"],
     ]
     assert [line.split()[0] for line in coverage] == ["coverage", "0.9", "0.95"]
-    assert rest == ["top-1 accuracy 50.00%, 3 images left out"] and len({len(line) for line in table}) == 1
+    assert rest == ["top-1 accuracy 50.00%, 3 images left out", MEANING] and len({len(line) for line in table}) == 1
+    shots = by_k({**metrics, "few_shot_accuracy": 0.5, "many_shot_accuracy": 0.5, "skipped": 1}, 2).splitlines()[-3:]
+    assert shots[0].endswith(", 1 image left out") and shots[1] == MEANING
+    assert shots[2] == "(shot: classes by their training images, few under 20, many over 100)"
+    assert "(" not in by_k({"mean_set_size": 2.0, "num_images": 12}, 2)  # nothing that would need it
     foreign = by_k({"average_k_accuracy@2": 0.5, "mean_set_size@2": 2.0}, None)
-    assert [line.split()[0] for line in foreign.splitlines()] == ["K", "2"]
+    assert [line.split()[:1] for line in foreign.splitlines()] == [["K"], ["2"], [], ["(K:"]]
 
 
 def test_all_metrics_can_be_printed(model_folder, image_folder, capsys):
@@ -126,7 +133,7 @@ def test_all_metrics_can_be_printed(model_folder, image_folder, capsys):
     first = [line.split()[0] for line in printed[()].splitlines()[:4]]
     assert first == ["K", "1", "2", "3"] and "lambda_val" not in printed[()]
     shown = f"{100 * metrics['average_k_accuracy@3']:.2f}%"
-    assert shown in printed[()].splitlines()[3] and len(printed[()].splitlines()) < 12
+    assert shown in printed[()].splitlines()[3] and len(printed[()].splitlines()) < 14
 
 
 def listed_of(sets, labels, num_labels):
@@ -154,6 +161,7 @@ def test_species_and_those_they_are_listed_with():
     rows = listed.by_class()
     assert rows[0] == {
         "species": "LABEL_0",
+        "k": 1,
         "images": 2,
         "accuracy": 1.0,
         "mean_size": 1.5,
@@ -221,6 +229,8 @@ def test_wrong_folders_and_k_are_refused_before_torch_is_imported(model_folder, 
         f"evaluate {model} ./nowhere": "there is no such folder",
         f"calibrate {model} {image_folder} --k 6": "k=6.0 must be a number in [1, 6)",
         "app ./nowhere": "there is no model folder",
+        f"app {model} --noun /": "is no word",
+        f"app {model} --port 70000": "must lie in 1 to 65535",
         "train nowhere.yaml": "there is no recipe",
         f"train {recipe}": "k=0.5 must be a number in [1, L)",
         f"train {recipe} --k 2 --dataset=./nowhere": "there is no such folder",
@@ -281,6 +291,38 @@ def test_processes_look_for_unused_parameters_only_if_there_are_any(make_model):
     assert leaves_parameters_out(model) is False and model.ml_head.weight.grad is None
 
 
+def test_bars_are_for_terminals(image_folder, model_folder, tmp_path, monkeypatch, capfd):
+    """Of `datasets` and our own: what looks at images has a bar that moves on a terminal, and none in a file."""
+    folder = shutil.copytree(image_folder, tmp_path / "trees")
+    shutil.rmtree(folder / "validation")
+    (folder / "test" / "oak" / "0.png").write_bytes(b"no image")
+    recipe = ["dataset: trees", "output_dir: run", "model: test_resnet", "image_size: 32", "k: 2", "max_steps: 1"]
+    recipe += ["validation_per_class: 3", "on_bad_image: skip", "disable_tqdm: false"]
+    (tmp_path / "recipe.yaml").write_text("\n".join(recipe))
+    monkeypatch.chdir(tmp_path)
+    for code, command in (
+        (1, ["check", "trees"]),
+        (0, ["train", "recipe.yaml"]),
+        (1, ["evaluate", "run", "trees"]),
+        (0, ["calibrate", "run", "trees"]),
+        (0, ["plot", "run"]),
+    ):
+        assert main(command) == code
+        printed = capfd.readouterr()
+        assert "%|" not in printed.err and "/s]" not in printed.err + printed.out, command
+    monkeypatch.setattr(sys.stderr, "isatty", lambda: True, raising=False)
+    shutil.copy(
+        folder / "test" / "elm" / "0.png", folder / "test" / "elm" / "again.png"
+    )  # so that nothing is kept of it
+    assert main(["check", "trees"]) == 1
+    assert "look at the images of test: 100%|" in capfd.readouterr().err
+    assert main(["evaluate", "run", "trees"]) == 1
+    printed = capfd.readouterr().err
+    assert "check the images of test: 100%|" in printed and "evaluate: 100%|" in printed
+    for noise in ("Flattening", "Map:", "Filter:", "Generating", "Downloading", "mtime"):
+        assert noise not in printed
+
+
 def test_loading_a_folder_and_a_model_is_silent(model_folder, image_folder, tmp_path, monkeypatch, capfd):
     from avgk_hf import load_classifier, load_splits
 
@@ -322,6 +364,38 @@ def test_names_are_whole_and_other_scripts_are_looked_for(tmp_path, caplog):
     assert drawing._families(frozenset(nowhere)) == ["DejaVu Sans"]
     (record,) = caplog.records
     assert "no font here draws" in record.getMessage() and "U+10FFFD" in record.getMessage()
+
+
+def texts(path):
+    """What is written in an SVG, line by line."""
+    return [part.split("-->")[0].strip() for part in path.read_text(encoding="utf-8").split("<!--")[1:]]
+
+
+def test_pictures_explain_themselves(tmp_path):
+    """A title, names at both sides, what numbers and boxes are, and how many classes there was no room for."""
+    groups, names = [["Épicéa", "O'Brien's [gull]"], ["ash", "oak"]], ["Épicéa", "O'Brien's [gull]", "ash", "oak"]
+    shares = np.eye(4) + 0.25 * np.eye(4)[::-1]
+    class_plots.confusion_groups(groups, shares, tmp_path / "species.svg", "trees, K = 2, accuracy 90.0%", classes=30)
+    drawn = texts(tmp_path / "species.svg")
+    assert all(drawn.count(name) == 2 for name in names) and drawn.count("25") == 4
+    said = " ".join(drawn)
+    for words in (
+        "trees, K = 2, accuracy 90.0%",
+        "How to read it",
+        "A box holds classes",
+        "26 of 30 classes are not drawn",
+    ):
+        assert words in said, words
+    class_plots.confusion_groups(groups, shares, tmp_path / "all.svg", classes=4)
+    assert "not drawn" not in " ".join(texts(tmp_path / "all.svg"))
+    counts = {"train": np.array([30, 8, 120, 3]), "test": np.array([3, 2, 9, 1])}
+    class_plots.count_bars(names, counts, tmp_path / "counts.svg", "trees: 4 classes")
+    said = " ".join(texts(tmp_path / "counts.svg"))
+    for words in ("trees: 4 classes", "20 images, left of it few shot", "100 images, right of it many shot", *names):
+        assert words in said, words
+    report = {"bytes": {"model.onnx": 2e6, "model.int8.onnx": 1e6}, "thresholds": {}}
+    plots.export_bars(report, tmp_path / "export.svg", "trees as ONNX graphs, K = 2: accuracy 90.0%")
+    assert "trees as ONNX graphs, K = 2: accuracy 90.0%" in texts(tmp_path / "export.svg")
 
 
 def test_contact_sheet_wastes_no_third(tmp_path):

@@ -146,6 +146,11 @@ def test_best_checkpoint_keeps_its_own_threshold(make_trainer):
     stored = AvgKForImageClassification.from_pretrained(folder).state_dict()
     assert all(torch.equal(value, stored[key]) for key, value in trainer.model.state_dict().items())
     assert trainer.evaluate()["eval_lambda_val"] == pytest.approx(saved.thresholds["2"], rel=1e-6)
+    # a calibration afterwards is of these weights, not of the last step
+    assert trainer.model.config.calibration["step"] == best["step"] == trainer.weights_step
+    trainer.args.load_best_model_at_end = False
+    trainer.train()
+    assert trainer.weights_step == trainer.state.global_step
 
 
 class Forgetter(TrainerCallback):
@@ -390,6 +395,32 @@ def test_gradient_accumulation_does_not_change_the_scale(make_trainer, make_mode
         updates.append(model.ml_head.weight.detach() - before)
     assert updates[0].abs().max() > 1e-5
     assert torch.allclose(*updates, atol=1e-7)
+
+
+@pytest.mark.parametrize(
+    ("how", "logged"),
+    [
+        ({"logging_strategy": "steps", "logging_steps": 2, "logging_first_step": True}, [1, 2, 4]),
+        ({"logging_strategy": "epoch"}, [3, 5]),
+        ({"logging_strategy": "no"}, []),
+    ],
+    ids=["steps", "epochs", "never"],
+)
+def test_the_norm_of_gradients_is_computed_where_it_is_logged(make_trainer, monkeypatch, how, logged):
+    """3 steps in an epoch, ended in the middle of the second, without clipping, which would need every norm."""
+    how |= {"per_device_train_batch_size": 24, "max_steps": 5, "max_grad_norm": 0}
+    trainer = make_trainer(**how, eval_strategy="no", save_strategy="no", load_best_model_at_end=False)
+    asked, clip = [], trainer.accelerator.clip_grad_norm_
+
+    def recorded(*args):
+        asked.append(trainer.state.global_step + 1)
+        return clip(*args)
+
+    monkeypatch.setattr(trainer.accelerator, "clip_grad_norm_", recorded)
+    trainer.train()
+    lines = {entry["step"]: entry["grad_norm"] for entry in trainer.state.log_history if "loss" in entry}
+    assert asked == list(lines) == logged
+    assert all(norm > 0 for norm in lines.values())
 
 
 def test_equal_seeds_give_equal_numbers(make_trainer):

@@ -25,12 +25,14 @@ from transformers import PreTrainedModel
 from ..calibration import Calibration
 from ..classifiers import forward, transform_for
 from ..data import image_files
+from ..data.classes import model_names
 from ..data.glyphs import CHARACTERS, class_name, draw
 from ..files import make_folder
 from ..questions import Question
 from ..rows import Row, row, write_csv
 from ..scores import head_logits
 from ..sets import k_key
+from ..shell import NOUN, read_noun
 
 logger = logging.getLogger(__name__)
 
@@ -38,7 +40,6 @@ TEMPLATES = Path(__file__).parent / "templates"
 PARTS = Environment(loader=FileSystemLoader(TEMPLATES), autoescape=select_autoescape(["html"]), trim_blocks=True)
 ROWS = 200  # classes of a set that are shown; thousands would be megabytes for every step of the slider
 RUNNERS_UP = 3  # classes below the threshold that are shown
-NOUN, MOST_LETTERS = "class/classes", 40  # what a class is called
 NAMES = 6  # class names in one row of the growth table
 EXAMPLES, LOOKED_AT = 8, 64  # example images shown, and those they are chosen from
 
@@ -51,18 +52,6 @@ def render(template: str, **values: Any) -> str:
 def message(text: str, role: str) -> str:
     """A sentence in the place of an answer."""
     return render("message.html", text=text, role=role)
-
-
-def read_noun(noun: str) -> tuple[str, str]:
-    """What a class is called, one and many.
-
-    >>> read_noun("class/classes"), read_noun("species")
-    (('class', 'classes'), ('species', 'species'))
-    """
-    one, _, many = noun.partition("/")
-    if not one.strip() or len(noun) > MOST_LETTERS or not noun.isprintable():
-        raise ValueError(f"--noun {noun[:MOST_LETTERS]!r} is no word; give e.g. `species`, or `bird/birds`.")
-    return one.strip(), many.strip() or one.strip()
 
 
 def question_text(k: float = 0, coverage: float | None = None) -> str:
@@ -187,7 +176,7 @@ class Answers:
 
     def _worth(self, k: float | None, balance: float) -> str:
         """What sets of this kind were worth on the images of the calibration, where that is recorded."""
-        names = ("all images", "mean over classes", "few shot")
+        names = ("all images", f"mean over {self.many}", f"{self.many} with few training images")
         found = next((row[2:5] for row in self.tradeoff if row[:2] == [k, balance]), ())
         shares = [f"{name} {share:.1%}" for name, share in zip(names, found, strict=False) if share is not None]
         return ", ".join(shares)
@@ -246,7 +235,8 @@ def example_images(answers: Answers, folder: str | Path | None) -> list[tuple[Pa
 def chosen_examples(answers: Answers, folder: str | None) -> Iterator[list[tuple[Path, int]]]:
     """`example_images` of a folder; without one, of glyphs that are drawn, if the model's classes are those."""
     with tempfile.TemporaryDirectory(prefix="avgk-app-") as drawn:
-        if folder is None and list(answers.config.id2label.values()) == [class_name(each) for each in CHARACTERS]:
+        # by id: a file may hold them in another order
+        if folder is None and model_names(answers.config) == [class_name(each) for each in CHARACTERS]:
             rng = np.random.default_rng(0)
             for number, character in enumerate(rng.choice(list(CHARACTERS), LOOKED_AT)):
                 draw(character, rng).save(make_folder(Path(drawn, class_name(character))) / f"glyph_{number:02d}.png")

@@ -9,7 +9,6 @@ import functools
 import math
 import os
 import shutil
-import socket
 import tempfile
 import time
 from collections.abc import Sequence
@@ -21,10 +20,8 @@ from starlette.middleware import Middleware
 from starlette.middleware.trustedhost import TrustedHostMiddleware
 from torch import Tensor
 
-from ..checks import title_of
-from ..classifiers import load_classifier
 from ..sets import k_key
-from .answers import NOUN, TEMPLATES, Answers, chosen_examples, message, question_text, render
+from .answers import TEMPLATES, Answers, message, question_text, render
 from .guard import LOOPBACK, MOST_UPLOADED, Guard, forget_upload, is_local, is_served
 
 MOST_PIXELS = 25_000_000  # of an image; decoding one takes up to 16 bytes for each
@@ -120,6 +117,11 @@ class _Events:
         return self.answers.html(found, **question)
 
 
+def _drawn_large(answers: Answers) -> list[str]:
+    """How small grey images are shown: by their pixels."""
+    return ["small"] if answers.transform.mode == "L" else []
+
+
 def _image(events: _Events) -> gr.Image:
     """Where an image is dropped."""
     image = gr.Image(
@@ -130,7 +132,7 @@ def _image(events: _Events) -> gr.Image:
         height=260,
         buttons=[],
         elem_id="avgk-image",
-        elem_classes=["small"] if events.answers.transform.mode == "L" else [],
+        elem_classes=_drawn_large(events.answers),
     )
     # Gradio would open the file, and answer a broken one with words of its own; before that it would fetch what a
     # path names, be it an address on the web
@@ -184,8 +186,9 @@ def _balance(answers: Answers) -> gr.Slider | gr.State:
         answers.balances[-1],
         answers.balance,
         step=math.gcd(*(round(100 * each) for each in answers.balances)) / 100,
-        label="Balance: 0, every image counts alike; 1, every class does",
-        info=f"rare classes get in more easily to the right; recorded {', '.join(f'{b:g}' for b in answers.balances)}",
+        label=f"Balance: 0, every image counts alike; 1, every {answers.one} does",
+        info=f"rare {answers.many} get in more easily to the right; recorded"
+        f" {', '.join(f'{b:g}' for b in answers.balances)}",
         interactive=True,
         buttons=[],
         elem_id="avgk-balance",
@@ -206,6 +209,7 @@ def _show_examples(examples: Sequence[tuple[Path, int]], answers: Answers, image
         interactive=False,
         buttons=[],
         elem_id="avgk-examples",
+        elem_classes=_drawn_large(answers),
     )
 
     def choose(chosen: gr.SelectData) -> str:
@@ -224,7 +228,7 @@ def build_page(answers: Answers, name: str, examples: Sequence[tuple[Path, int]]
     """
     upload_folder()  # asked for by every component
     levels = [(question_text(coverage=level), level) for level in answers.levels]
-    with gr.Blocks(title=f"{name}: sets of classes", analytics_enabled=False, delete_cache=(600, 3600)) as page:
+    with gr.Blocks(title=f"{name}: sets of {answers.many}", analytics_enabled=False, delete_cache=(600, 3600)) as page:
         events = _Events(answers, page)
         about = {"num_labels": answers.config.num_labels, "source": answers.source, "many": answers.many}
         gr.HTML(render("heading.html", name=name, **about))
@@ -236,7 +240,7 @@ def build_page(answers: Answers, name: str, examples: Sequence[tuple[Path, int]]
                 coverage = gr.Radio(
                     levels,
                     value=answers.levels[0] if levels else None,
-                    label="Coverage, the share of images whose set holds the true class",
+                    label=f"Coverage, the share of images whose set holds the true {answers.one}",
                     visible=False,
                     elem_id="avgk-coverage",
                 )
@@ -299,30 +303,20 @@ def launch(page: gr.Blocks, **options: Any) -> None:
     )
 
 
-def serve(name: str, port: int = 7860, examples: str | None = None, noun: str = NOUN) -> None:
+def serve(answers: Answers, name: str, port: int, examples: Sequence[tuple[Path, int]] = ()) -> None:
     """Serve the page of a model on this machine until it is interrupted.
 
     Args:
-        name: Folder or Hub id of a calibrated model.
+        answers: Of the model.
+        name: What to call it.
         port: Where to listen on 127.0.0.1.
-        examples: Folder of example images.
-        noun: What the page calls a class, as in `Answers`.
+        examples: As `example_images` gives them.
     """
-    if not 0 < port < 65536:
-        raise ValueError(f"--port {port} must lie in 1 to 65535, e.g. 7860.")
-    with socket.socket() as probe:  # found before the model is loaded
-        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        try:
-            probe.bind(("127.0.0.1", port))
-        except OSError as error:
-            raise OSError(f"--port {port} cannot be used ({error.strerror}); name another, e.g. {port + 1}.") from None
-    answers = Answers(load_classifier(name), noun)
-    with chosen_examples(answers, examples) as chosen:
-        page = build_page(answers, title_of(name), chosen)
-        launch(page, server_name="127.0.0.1", server_port=port, prevent_thread_lock=True)
-        print(f"http://127.0.0.1:{port} shows {name}; Ctrl-C ends it.", flush=True)
-        try:
-            while True:
-                time.sleep(3600)
-        finally:
-            page.close(verbose=False)
+    page = build_page(answers, name, examples)
+    launch(page, server_name="127.0.0.1", server_port=port, prevent_thread_lock=True)
+    print(f"http://127.0.0.1:{port} shows {name}; open it in a browser. Ctrl-C ends it.", flush=True)
+    try:
+        while True:
+            time.sleep(3600)
+    finally:
+        page.close(verbose=False)

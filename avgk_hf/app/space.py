@@ -4,8 +4,6 @@ avgk app MODEL --space DIR
 """
 
 import platform
-import shutil
-import tempfile
 from importlib import metadata
 from pathlib import Path
 
@@ -13,12 +11,12 @@ from transformers.utils import logging
 
 from ..checks import title_of
 from ..classifiers import load_classifier
-from ..files import copy_file, leads_out, make_folder, write_text
-from ..hub import published
-from .answers import NOUN, Answers, chosen_examples, render
+from ..files import leads_out
+from ..hub import check_new, published, requirements, write_whole
+from ..shell import NOUN
+from .answers import Answers, chosen_examples, render
 
 logger = logging.get_logger(__name__)
-PACKAGE = Path(__file__).parent.parent
 
 
 def write_space(name: str, folder: str | Path, examples: str | None = None, noun: str = NOUN) -> str:
@@ -35,10 +33,7 @@ def write_space(name: str, folder: str | Path, examples: str | None = None, noun
     Returns:
         How to push it.
     """
-    folder = Path(folder)
-    if folder.is_symlink() or (folder.exists() and (not folder.is_dir() or any(folder.iterdir()))):
-        raise ValueError(f"--space {folder} exists and is not an empty folder; name a new one.")
-    needs, gradio = _requirements(), metadata.version("gradio")
+    folder, needs, gradio = check_new(folder, "--space"), requirements(), metadata.version("gradio")
     answers, title, on_hub = Answers(load_classifier(name), noun), title_of(name), not Path(name).is_dir()
     copies = {} if on_hub else {f"model/{file}": path for file, path in published(name).items()}
     with chosen_examples(answers, examples) as found:
@@ -61,32 +56,5 @@ def write_space(name: str, folder: str | Path, examples: str | None = None, noun
             ),
             "requirements.txt": "\n".join([*needs, f"gradio=={gradio}"]),
         }
-        _write_whole(folder, texts, copies)
+        write_whole(folder, texts, copies)
     return render("space_push.txt", folder=folder, folder_literal=repr(str(folder)))
-
-
-def _requirements() -> list[str]:
-    try:
-        return [text for text in metadata.requires("avgk_hf") or [] if "extra ==" not in text]
-    except metadata.PackageNotFoundError:
-        raise ImportError(
-            "what a Space has to install is read from the installed avgk_hf, and here its files are used without:"
-            " `pip install 'avgk_hf[app]'`."
-        ) from None
-
-
-def _write_whole(folder: Path, texts: dict[str, str], copies: dict[str, Path]) -> None:
-    """Write a folder with texts, copies of files and this package, or nothing."""
-    parent = folder.absolute().parent
-    parent.mkdir(parents=True, exist_ok=True)
-    inside = folder if folder.is_dir() else parent  # an empty folder may be a volume of its own
-    with tempfile.TemporaryDirectory(dir=inside, prefix=".avgk-space-") as unfinished:
-        new = Path(unfinished)
-        for name, text in texts.items():
-            write_text(new / name, f"{text}\n")
-        for name, path in copies.items():
-            copy_file(path, new / name)
-        shutil.copytree(PACKAGE, new / PACKAGE.name, ignore=shutil.ignore_patterns("__pycache__", "recipes"))
-        make_folder(folder)
-        for path in new.iterdir():
-            shutil.move(path, folder / path.name)

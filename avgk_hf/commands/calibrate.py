@@ -7,8 +7,8 @@ from typing import Any
 
 from ..files import new_file, refuse_link, replacing
 from ..shell import printable
-from .evaluate import is_first_process, measure, print_metrics, read_split, shared_arguments
-from .options import balance, check_model, labels_of
+from .evaluate import is_first_process, measure, print_metrics, quiet_unless_first, read_split, shared_arguments
+from .options import balance, check_model, labels_of, say_left_out
 
 HELP = "compute a model's thresholds on validation images"
 
@@ -35,25 +35,26 @@ def arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--push", metavar="REPO", help="upload the folder of --out to the Hub")
 
 
-def run(args: argparse.Namespace) -> None:
+def run(args: argparse.Namespace) -> int:
     if not args.out and (args.push or not Path(args.model).is_dir()):
         raise ValueError("name a folder for the calibrated model with --out.")
     refuse_link(args.out or args.model)  # now, and not when all is computed
     check_model(args.model, args.k, calibrated=False, dataset=args.dataset)
+    quiet_unless_first()
     from ..calibration import Calibration
     from ..classifiers import best_device, load_classifier, write_thresholds
     from ..hub import push_folder
     from ..scope import promise
 
     model = load_classifier(args.model).to(best_device())
-    split, before = read_split(args), _recorded(model.config)
+    split, before = read_split(args, model.config), _recorded(model.config)
     how = {"per_class": args.per_class, "give_up": args.give_up, "select_by": args.select_by}
     how |= {"classes_from_dataset": args.classes_from_dataset, "keep_heads": args.keep_heads}
     if args.prevalence:
         how["prevalence"] = _prevalence(args, model.config)
-    metrics = measure(model, split, args, calibrate=True, **how)
+    metrics, *left_out = measure(model, split, args, calibrate=True, **how)
     if not is_first_process():
-        return
+        return 0
     if args.out:
         save_classifier(model, args.out, metrics, args.push)
     else:
@@ -70,6 +71,7 @@ def run(args: argparse.Namespace) -> None:
             print(approximate)
     if args.push:
         print(push_folder(args.out, args.push))
+    return say_left_out(*left_out)
 
 
 def _prevalence(args: argparse.Namespace, config: Any) -> list[float]:
@@ -94,13 +96,20 @@ def _say_balances(calibration: Any) -> None:
             "no balance but 0: how frequent the classes are is not known (--prevalence, or --balance to estimate it)"
         )
         return
-    for _, each, *shares, size in rows:
-        names = ("all images", "mean over classes", "few shot")
-        found = [f"{name} {share:.2%}" for name, share in zip(names, shares, strict=True) if share is not None]
-        mark = ", the model's own" * (each == calibration.balance)
-        print(f"balance {each:g}{mark}: {', '.join(found)}, mean set size {size:.2f}")
+    from ..study.columns import MISSING, as_text
+
+    heading = ["balance", "all images", "mean over classes", "few shot", "mean set size"]
+    cells = [
+        [f"{each:g}", *(MISSING if share is None else f"{share:.2%}" for share in shares), f"{size:.2f}"]
+        for _, each, *shares, size in rows
+    ]
+    print(f"\naccuracy by balance, K = {calibration.k:g}\n{as_text(heading, cells)}")
     sources = {"train": "of the training", "given": "as given", "estimated": "estimated, mean probabilities"}
-    print(f"frequencies of classes: {sources.get(calibration.source.get('prevalence_from'), 'unknown')}")
+    known = sources.get(calibration.source.get("prevalence_from"), "unknown")
+    print(
+        f"(0: every image counts alike, 1: every class does, so that rare ones get in more easily; the model's own is"
+        f" {calibration.balance:g}, another is asked for with --balance; frequencies of classes: {known})\n"
+    )
 
 
 def _draw(calibration: Any, args: argparse.Namespace) -> None:
@@ -109,7 +118,9 @@ def _draw(calibration: Any, args: argparse.Namespace) -> None:
     from ..study.plots import balance_curves, tradeoff_curve
 
     name, path = title_of(args.model), Path(args.plot)
-    if not tradeoff_curve({name: calibration.curve}, path, f"{name}: size against coverage on {args.split}"):
+    at = [f", K = {k:g}: accuracy {100 * c:.1f}%" for k, _, _, c, _ in calibration.curve if k == calibration.k]
+    title = f"{name}{''.join(at)}. What larger sets buy, {args.split}"
+    if not tradeoff_curve({name: calibration.curve}, path, title):
         print("K = 1 alone makes no curve, so there is no picture: add e.g. --k 1 2 5.", file=sys.stderr)
     if calibration.tradeoff:
         title = f"{name}: what a balance is worth on {args.split}"
@@ -133,7 +144,7 @@ def _recorded(config: Any) -> dict[str, dict[str, Any]]:
 def _say_what_changed(before: dict[str, dict], after: dict[str, dict], folder: Path | None) -> None:
     """The coverages of a calibration, what it replaced, and what in the model's folder is older than it."""
     for level, how in after["coverage"].items():
-        print(printable(f"coverage {level}: {how}"))
+        print(printable(f"can be asked for: --coverage {level} by {how}"))
     for name, found in before.items():
         gone = [key for key in found if key not in after[name]]
         if gone:

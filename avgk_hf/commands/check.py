@@ -22,8 +22,8 @@ def arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     splits = read_splits(args)
-    from ..checks import check_choice, check_whole
-    from ..data.inspection import inspect
+    from ..checks import check_choice, check_whole, title_of
+    from ..data.inspection import inspect, short_form
 
     check_whole("--workers", args.workers)
     check_choice("--train-split", args.train_split, splits)
@@ -35,7 +35,8 @@ def run(args: argparse.Namespace) -> int:
     if args.plot:
         from ..study.class_plots import count_bars
 
-        count_bars(found.names, found.counts, args.plot)
+        title = f"{title_of(args.dataset)}: {short_form(found.counts, args.train_split)}"
+        count_bars(found.names, found.counts, args.plot, title)
     return int(bool(found.problems))
 
 

@@ -2,6 +2,7 @@
 
 import argparse
 import json
+import logging
 import os
 import sys
 from pathlib import Path
@@ -21,6 +22,7 @@ from .options import (
     label_arguments,
     labels_of,
     per_class_of,
+    say_left_out,
 )
 
 HELP = "evaluate a calibrated model; on images without labels only the sizes of its sets"
@@ -55,38 +57,49 @@ def shared_arguments(parser: argparse.ArgumentParser, split: str) -> None:
     parser.add_argument("--seed", type=int, default=0, help="seed of generated glyphs (%(default)s)")
     parser.add_argument("--image-column", default="image", help="column that holds the images (%(default)s)")
     parser.add_argument("--label-column", default="label", help="column that holds the classes (%(default)s)")
-    parser.add_argument("--validation-per-class", type=int, help="take so many images of each class from train")
+    as_it_comes = (
+        "read a Hub dataset, or a folder of parquet or tars, as it comes: nothing is downloaded first or copied"
+    )
+    parser.add_argument("--streaming", action="store_true", help=as_it_comes)
+    number = "with --streaming: how many images there are (they are counted, in a pass before)"
+    parser.add_argument("--num-examples", type=int, metavar="N", help=number)
+    taken = "take so many images of each class from train (as many as the model's training took from this dataset)"
+    parser.add_argument("--validation-per-class", type=int, help=taken)
     parser.add_argument("--split-seed", type=int, default=0, help="which of them, as in training (%(default)s)")
     label_arguments(parser)
-    parser.add_argument("--on-bad-image", **BAD_IMAGES)
+    bad = "refuse an image that cannot be read, or leave it out and say so (skip; error with --num-examples)"
+    parser.add_argument("--on-bad-image", **{**BAD_IMAGES, "default": None, "help": bad})
     parser.add_argument("--allow-outside", **ALLOW_OUTSIDE)
     parser.add_argument("--json", action="store_true", help="print the metrics as JSON, all of them")
     parser.add_argument("--all", action="store_true", help="print all metrics, a line for each")
 
 
-def run(args: argparse.Namespace) -> None:
+def run(args: argparse.Namespace) -> int:
     for path in filter(None, (args.out, args.per_species)):  # now, and not when all is computed
         refuse_link(Path(path).parent)
     check_model(args.model, args.k, dataset=args.dataset)
+    quiet_unless_first()
     if args.per_species:
         check_ending(args.per_species)
     if args.unsure is not None and args.unsure < 1:
         raise ValueError(f"--unsure {args.unsure} must be a number of images, e.g. 24.")
+    if args.unsure is not None and args.streaming:
+        raise ValueError("--unsure looks at images again, which --streaming does not keep: leave one of them out.")
     from ..checks import title_of
     from ..classifiers import best_device, load_classifier
     from ..confusions import Listed
     from ..monitor import SetSizeMonitor
 
     model = load_classifier(args.model).to(best_device())
-    split = read_split(args, unlabelled=args.label_column == "label")  # one that is named has to be there
+    split = read_split(args, model.config, unlabelled=args.label_column == "label")  # one that is named must be there
     if args.per_species and "label" not in split.column_names:
         raise ValueError("--per-species needs labels, and these images have none: leave it out, or use --unsure.")
     monitor = SetSizeMonitor.from_config(model.config, *args.k[:1], balance=args.balance)
     listed = Listed(model.config, *args.k[:1], balance=args.balance) if args.per_species or args.unsure else None
     how = {"method": args.method, "per_class": per_class_of(args), "monitor": monitor}
-    metrics = measure(model, split, args, listed=[listed] if listed else (), **how)
+    metrics, *left_out = measure(model, split, args, listed=[listed] if listed else (), **how)
     if not is_first_process():
-        return
+        return 0
     if args.out:
         write_text(args.out, json.dumps(metrics, indent=2) + "\n")
     print_metrics(metrics, args, monitor.k if "num_images" in metrics else getattr(model.config, "k", None))
@@ -98,6 +111,7 @@ def run(args: argparse.Namespace) -> None:
         set_size_course(monitor, args.plot, title_of(args.model))
     for path in _show_sets(listed, args, title_of(args.model)) if listed else ():
         print(printable(path), file=sys.stderr if args.json else sys.stdout)
+    return say_left_out(*left_out)
 
 
 def _show_sets(listed: Any, args: argparse.Namespace, name: str) -> list[Path]:
@@ -116,7 +130,8 @@ def _show_sets(listed: Any, args: argparse.Namespace, name: str) -> list[Path]:
         if groups:
             files.append(files[0].with_suffix(".png"))
             names = [[listed.names[j] for j in group] for group in groups]
-            confusion_groups(names, shares, files[-1], f"{asked}: classes that are listed together")
+            title = f"{asked}: classes that are listed together"
+            confusion_groups(names, shares, files[-1], title, len(listed.names))
         else:
             print("no two classes are listed together often, so there is no picture of them.", file=sys.stderr)
     if args.unsure:
@@ -127,59 +142,140 @@ def _show_sets(listed: Any, args: argparse.Namespace, name: str) -> list[Path]:
         shown, (sets, scores) = images[:SHOWN_IMAGES], zip(*map(listed.set_of, images[:SHOWN_IMAGES]), strict=True)
         labels = None if listed.labels is None else listed.labels[shown].tolist()
         pictures = [listed.stored(image) for image in shown]
-        title = f"{asked}: the photographs with the longest sets"
+        title = f"{asked}: the photographs with the longest sets, as in unsure.csv"
         contact_sheet(pictures, sets, labels, listed.names, files[-1], scores, title, ordered=False)
     return files
 
 
-def read_split(args: argparse.Namespace, unlabelled: bool = False) -> Any:
-    """The split that is asked for, with or without labels; a folder of image files has no splits."""
-    from ..data import load_splits
-    from ..data.datasets import check_split
+def read_split(args: argparse.Namespace, config: Any, unlabelled: bool = False) -> Any:
+    """The split that is asked for, with or without labels; a folder of image files has no splits.
 
-    splits = load_splits(
-        args.dataset,
-        image_column=args.image_column,
-        label_column=args.label_column,
-        seed=args.seed,
-        validation_per_class=args.validation_per_class,
-        split_seed=args.split_seed,
-        unlabelled=unlabelled,
-        allow_outside=args.allow_outside,
-        allow_new_classes=True,  # the model's classes count
-    )
+    Validation images that the model's training took from train are taken again.
+    """
+    from ..calibration import Calibration
+    from ..data.datasets import check_split, split_validation
+    from ..data.loading import load_splits, load_streams
+    from ..scope import taken_in_training
+
+    how = {"image_column": args.image_column, "label_column": args.label_column, "allow_outside": args.allow_outside}
+    how["unlabelled"] = unlabelled
+    if args.streaming and args.validation_per_class is not None:
+        raise ValueError(
+            "--validation-per-class needs all rows, which --streaming does not keep: leave one of them out."
+        )
+    if args.num_examples is not None and not args.streaming:
+        raise ValueError(f"--num-examples {args.num_examples} is for --streaming: add it, or leave the number out.")
+    if args.streaming:
+        splits = load_streams(args.dataset, num_examples=args.num_examples, **how)
+    else:
+        how |= {"seed": args.seed, "split_seed": args.split_seed, "validation_per_class": args.validation_per_class}
+        splits = load_splits(args.dataset, **how, allow_new_classes=True)  # the model's classes count
     name = args.split
+    if args.validation_per_class is not None and is_first_process():
+        _say_trained_on(splits, config)
     if len(splits) == 1 and name == "test" and "label" not in next(iter(splits.values())).column_names:
         name = next(iter(splits))
-    check_split(splits, args.dataset, name, "--split", "--validation-per-class 20")
-    if "label" not in splits[name].column_names:
-        text = f"{args.dataset} has no column 'label' (another one is named with --label-column)"
-        print(f"{text}, so only the sizes of the sets are evaluated.", file=sys.stderr)
+    dataset, taken = taken_in_training(Calibration.of(config))
+    again = taken and name == "validation" and name not in splits and "train" in splits and dataset == name_of(args)
+    if again and not args.streaming:
+        splits = split_validation(splits, **taken)
+        text = "validation: the images that the training of this model took from train"
+        if is_first_process():
+            how = f"(--validation-per-class {taken['per_class']} --split-seed {taken['seed']})"
+            print(f"{text} {how}", file=sys.stderr)
+    number = taken.get("per_class") or (None if args.streaming else _number_taken(splits, config)) or 20
+    check_split(splits, args.dataset, name, "--split", f"--validation-per-class {number}", number)
+    if "label" not in splits[name].column_names and is_first_process():
+        text = f"{args.dataset} does not say which class an image is of, so only the sizes of their sets are measured"
+        known = "folders would say it, <class>/x.jpg, or a column of a table that is named with --label-column"
+        print(printable(f"{text} ({known})."), file=sys.stderr)
     return splits[name]
 
 
-def measure(model: Any, split: Any, args: argparse.Namespace, **how: Any) -> dict[str, float]:
-    """Evaluate or calibrate with the options that both have."""
+def name_of(args: argparse.Namespace) -> str:
+    """What a calibration calls the dataset: a folder by its name only."""
+    return Path(args.dataset).name if Path(args.dataset).exists() else args.dataset
+
+
+def _counts(splits: Any, config: Any) -> tuple[Any, Any] | None:
+    """Of each class the images in train, and those that the model was trained on (L,); None where it knows others."""
+    import numpy as np
+
+    from ..data.datasets import class_counts
+
+    train, kept = splits.get("train"), getattr(config, "train_counts", None)
+    labelled = train is not None and "label" in train.column_names
+    if not kept or not labelled or train.features["label"].names != list(config.id2label.values()):
+        return None
+    return class_counts(train, len(kept)), np.array(kept)
+
+
+def _say_trained_on(splits: Any, config: Any) -> None:
+    """Say how many images a model must have seen in training, where fewer are left in train than it was trained on."""
+    found = _counts(splits, config)
+    seen = 0 if found is None else int((found[1] - found[0]).clip(0).sum())
+    if seen:
+        text = f"if the model was trained on this dataset, it has learnt at least {seen:,} of these validation images"
+        print(f"{text}, and what they show is too good: take as many as its training took.", file=sys.stderr)
+
+
+def _number_taken(splits: Any, config: Any) -> int | None:
+    """How many images of each class were taken from train before the model was trained on the rest of it."""
+    from ..data.datasets import taken_of
+
+    if (found := _counts(splits, config)) is None:
+        return None
+    counts, kept = found
+    number = int((counts - kept).max())
+    return number if number > 0 and (counts - taken_of(counts, number) == kept).all() else None
+
+
+def measure(model: Any, split: Any, args: argparse.Namespace, **how: Any) -> tuple[dict[str, float], list[str], int]:
+    """Evaluate or calibrate with the options that both have.
+
+    Returns:
+        The metrics, why images were left out, and how many there are with these.
+    """
+    from accelerate import PartialState
+
+    from ..data import Stream, skip_bad_images
     from ..evaluation import evaluate
 
-    return evaluate(
+    faults: list[str] = []
+    skip = (args.on_bad_image or ("skip" if args.num_examples is None else "error")) == "skip"
+    if isinstance(split, Stream):
+        split = split.counted(skip, args.workers, report=False)
+        faults = list(split.bad.values())
+    elif skip:
+        with PartialState().main_process_first():  # the others find what `datasets` has kept
+            split, faults = skip_bad_images(split, str(split.split or args.split), args.workers, report=False)
+    metrics = evaluate(
         model,
         split,
         args.k,
         batch_size=args.batch_size,
         num_workers=args.workers,
-        dataset_name=Path(args.dataset).name if Path(args.dataset).exists() else args.dataset,
-        on_bad_image=args.on_bad_image,
+        dataset_name=name_of(args),
         coverage=args.coverage,
         balance=args.balance,
         labels=labels_of(args),
         **how,
     )
+    return metrics | ({"skipped": len(faults)} if faults else {}), faults, len(split) + len(faults)
 
 
 def is_first_process() -> bool:
     """Of several, started by accelerate or torchrun, the first writes and prints."""
     return os.environ.get("RANK", "0") == "0"
+
+
+def quiet_unless_first() -> None:
+    """What every process finds out is said by the first; an error by whom it happens to."""
+    if not is_first_process():
+        import datasets
+
+        logging.getLogger("avgk_hf").setLevel(logging.ERROR)
+        datasets.disable_progress_bars()
 
 
 def print_metrics(metrics: dict[str, float], args: argparse.Namespace, own_k: float | None) -> None:

@@ -4,14 +4,20 @@ import argparse
 import json
 from pathlib import Path
 
-from .options import ALLOW_OUTSIDE, BALANCE, label_arguments, labels_of
+from .options import ALLOW_OUTSIDE, BALANCE, check_model, label_arguments, labels_of
 
-HELP = "write a model as ONNX, from pixels to scores and sets"
+HELP = "write a model as ONNX, from pixels to scores and sets, or as a folder for an Inference Endpoint"
+OF_ONNX = ("out", "k", "balance", "opset", "int8", "dataset", "label_map", "labels_by_position", "allow_outside")
 
 
 def arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("model", help="folder or Hub id of a calibrated model")
-    parser.add_argument("--onnx", action="store_true", required=True, help="the format")
+    form = parser.add_mutually_exclusive_group(required=True)
+    form.add_argument("--onnx", action="store_true", help="an ONNX graph")
+    endpoint = (
+        "a new folder for Hugging Face Inference Endpoints: handler.py, requirements.txt, the model, the package"
+    )
+    form.add_argument("--endpoint", metavar="DIR", help=endpoint)
     parser.add_argument("--out", metavar="DIR", help="folder to write to (MODEL/onnx)")
     parser.add_argument("--k", type=float, help="set size whose head is exported, for head=auto (the model's own)")
     parser.add_argument("--balance", **BALANCE)
@@ -26,6 +32,16 @@ def arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> None:
+    if args.endpoint:
+        for name in (*OF_ONNX, "plot", "json"):
+            if getattr(args, name) not in (None, False):
+                option = f"--{name.replace('_', '-')}"
+                raise ValueError(f"{option} is for --onnx: leave it out. An endpoint is asked in each request.")
+        check_model(args.model)
+        from ..endpoint import write_endpoint
+
+        print(write_endpoint(args.model, args.endpoint))
+        return
     from ..classifiers import load_classifier
     from ..data import align_labels, load_splits
     from ..export import describe, export_onnx
@@ -43,7 +59,14 @@ def run(args: argparse.Namespace) -> None:
     dataset = align_labels(splits[args.split], model.config, labels_of(args)) if splits else None
     report = export_onnx(model, out, args.k, args.opset, args.int8, dataset, balance=args.balance)
     if args.plot:
+        from ..calibration import Calibration
+        from ..checks import title_of
+        from ..sets import k_key
         from ..study.plots import export_bars
 
-        export_bars(report, args.plot)
+        own, name = f"average_k_accuracy@{k_key(Calibration.of(model.config).k)}", title_of(args.model)
+        known = [metrics[own] for metrics in report.get("measured", {}).values() if own in metrics]
+        accuracies = " and ".join(f"{100 * accuracy:.1f}%" for accuracy in known)
+        at = f", K = {own.partition('@')[2]}: accuracy {accuracies} on {args.split}" if known else ""
+        export_bars(report, args.plot, f"{name} as ONNX graph{'s, float and 8 bit' * args.int8}{at}")
     print(json.dumps(report, indent=2) if args.json else describe(report, out))

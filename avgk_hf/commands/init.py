@@ -10,8 +10,10 @@ from ..files import refuse_link, write_text
 from .options import data_arguments, read_splits
 
 HELP = "look at a dataset and write a commented recipe for it"
+FEW = 5_000  # training images up to which the backbone stays as it is
 # up to so many training images: a timm model with weights on the Hub, and images in a step
-BACKBONES = ((5_000, "resnet18", 32), (50_000, "resnet50", 64), (float("inf"), "convnext_tiny", 64))
+BACKBONES = ((FEW, "resnet50.a1_in1k", 64), (50_000, "resnet50.a1_in1k", 64), (float("inf"), "convnext_tiny", 64))
+PER_CLASS = (20, 15, 10, 5)  # validation images of each class, where they are taken from train
 SEEN = 20_000  # images that a short fine-tuning sees in all its epochs
 SIZES = ((10, 1.5), (50, 2), (200, 3), (float("inf"), 5))  # K for fewer classes than this
 RECIPE = """\
@@ -21,9 +23,10 @@ RECIPE = """\
 # model
 model: {model}  # for {images:,} training images; any name of timm.list_models(pretrained=True) will do
 pretrained: true  # its weights are downloaded once, so the first training needs the network
+# checkpoint: weights.safetensors  # or a file of them, where there is none; `model:` must be the model they are of
 image_size: {side}  # {side_reason}
 in_chans: 3  # {colour}
-objective: avgk  # or ce, plain cross-entropy: docs/which_loss.md
+{what}
 k: {k:g}  # classes in a set on average, for {classes:,} classes: docs/choose_k.md
 head: auto  # validation decides which head answers
 
@@ -32,13 +35,11 @@ head: auto  # validation decides which head answers
 
 # training
 output_dir: {output}
-num_train_epochs: {epochs}  # so that about {seen:,} images are seen; more helps where there is time
+num_train_epochs: {epochs}  # {epochs_reason}
 per_device_train_batch_size: {batch}  # {batch_reason}
 per_device_eval_batch_size: 64
-optim: adamw_torch  # with the next three lines a usual fine-tuning
-learning_rate: 3.0e-4
+{how}
 lr_scheduler_type: cosine
-weight_decay: 0.05
 calibrate_k: {ks}  # sizes that can be asked for afterwards, and all between
 eval_strategy: epoch  # measured after every epoch, and the best epoch is kept
 save_strategy: epoch
@@ -48,6 +49,20 @@ logging_strategy: epoch
 dataloader_num_workers: {workers}  # processes that read images
 seed: 0
 """
+# what learns, and how: the classes alone, or all weights
+FROZEN = """\
+freeze_backbone: true  # few images: only what tells classes apart is learnt, in minutes; false for the whole network
+objective: ce  # with a frozen network the paper's avgk gives the same: docs/which_loss.md"""
+FROZEN_OPTIM = """\
+optim: sgd  # with the next three lines a usual training of a linear layer
+optim_args: momentum=0.9,nesterov=True
+learning_rate: 0.1
+weight_decay: 1.0e-4"""
+WHOLE = "objective: avgk  # or ce, plain cross-entropy: docs/which_loss.md"
+WHOLE_OPTIM = """\
+optim: adamw_torch  # with the next two lines a usual fine-tuning
+learning_rate: 3.0e-4
+weight_decay: 0.05"""
 
 
 def arguments(parser: argparse.ArgumentParser) -> None:
@@ -67,17 +82,24 @@ def recipe_for(splits: Any, args: argparse.Namespace) -> str:
     """The recipe as text: every line that depends on the data says how."""
     from ..data.inspection import count_images, sample_images, short_form
 
-    counts = count_images(splits)
     if "train" not in splits:
         raise ValueError(f"the dataset has no split 'train', only {list(splits)}: images belong in train/<class>/.")
+    near = [name for name in splits if name.lower() in ("val", "valid", "dev")]
+    counts, taken = count_images(splits), None
+    if "validation" not in splits and not near:
+        taken, given = _taken(counts["train"])
+        others = {name: each for name, each in counts.items() if name != "train"}
+        counts = {"train": counts["train"] - given, "validation": given, **others}
     images, classes = int(counts["train"].sum()), len(counts["train"])
     sides, grey = sample_images(splits["train"])
     median = sorted(sides)[len(sides) // 2]
     side = min(224, max(64, round(median / 32) * 32))
     model, batch = next((name, batch) for most, name, batch in BACKBONES if images <= most)
     batch = min(batch, max(images // 8, 2))
-    reason = "the batch shares the candidate classes of AVG-K" if batch >= 16 else "few, because there are few images"
-    epochs = min(30, max(5, round(SEEN / images)))
+    reason = "a usual number" if batch >= 16 else "few, because there are few images"
+    frozen = images <= FEW
+    epochs = 20 if frozen else min(30, max(5, round(SEEN / images)))
+    seen = f"so that about {epochs * images:,} images are seen; more helps where there is time"
     k = min(next(k for most, k in SIZES if classes < most), max(classes - 1, 1) / 2 + 0.5)
     return RECIPE.format(
         summary=short_form(counts),
@@ -89,18 +111,34 @@ def recipe_for(splits: Any, args: argparse.Namespace) -> str:
         colour="grey images, shown to the backbone as colour, which its weights know" if grey else "colour",
         k=k,
         classes=classes,
-        data=_data(splits, counts, args),
+        what=FROZEN if frozen else WHOLE,
+        how=FROZEN_OPTIM if frozen else WHOLE_OPTIM,
+        data=_data(splits, counts, args, near, taken, frozen),
         output=_quoted(f"runs/{os.path.splitext(os.path.basename(args.out))[0]}"),
         epochs=epochs,
-        seen=epochs * images,
+        epochs_reason="of seconds each, after one pass through the network" if frozen else seen,
         batch=batch,
         batch_reason=reason,
         ks=json.dumps([size for size in (1, 1.5, 2, 3, 5, 10) if size < classes]),
-        workers=min(4, (os.cpu_count() or 1) - 1) if images >= 500 else 0,
+        workers=0 if frozen else min(4, (os.cpu_count() or 1) - 1),
     )
 
 
-def _data(splits: Any, counts: Any, args: argparse.Namespace) -> str:
+def _taken(train: Any) -> tuple[int, Any]:
+    """How many validation images of each class are taken from train, and what that is of each (L,).
+
+    As many as leave two thirds of the images to train on, where the least number does.
+    """
+    from ..data.datasets import taken_of
+
+    for number in PER_CLASS:
+        given = taken_of(train, number)
+        if 3 * given.sum() <= train.sum():
+            break
+    return number, given
+
+
+def _data(splits: Any, counts: Any, args: argparse.Namespace, near: list[str], taken: int | None, frozen: bool) -> str:
     """The data block: names in quotes, because they may hold anything."""
     lines = [f"dataset: {_quoted(args.dataset)}"]
     for column in ("image", "label"):
@@ -108,18 +146,19 @@ def _data(splits: Any, counts: Any, args: argparse.Namespace) -> str:
             lines.append(f"{column}_column: {_quoted(given)}")
     if args.allow_outside:
         lines.append("allow_outside: true")
-    near = [name for name in splits if name.lower() in ("val", "valid", "dev")]
     if "validation" not in splits and near:
         lines.append(f"validation_split: {_quoted(near[0])}")
-    elif "validation" not in splits:
-        lines.append("validation_per_class: 20  # there is no validation split: so many of each class, half at most")
+    elif taken is not None:
+        why = "there is no validation split, so that many of each class are taken from train, half at most"
+        lines.append(f"validation_per_class: {taken}  # {why}")
     if "test" not in splits:
         lines.append("# no split is called test, so only validation is reported: name one with `test_split:`")
     others = [each for name, each in counts.items() if name != "train"]
     if any(((counts["train"] == 0) & (each > 0)).any() for each in others):
         lines.append("allow_new_classes: true  # some classes have no training image: `avgk check` names them")
     lines.append("calibration_split: auto  # half of validation is kept for it, where there are images enough")
-    lines.append("augmentation: timm  # random crops and flips")
+    kept = "cache_features: true  # what the network makes of each image is computed once and kept"
+    lines.append(kept if frozen else "augmentation: timm  # random crops and flips")
     lines.append("on_bad_image: skip  # an image that cannot be read is left out and counted")
     return "\n".join(lines)
 

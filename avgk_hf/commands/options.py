@@ -1,7 +1,12 @@
 """Options that several commands have."""
 
 import argparse
+import sys
 from typing import Any
+
+from ..shell import printable
+
+LEFT_OUT = 1  # the exit code where some images could not be read
 
 BAD_IMAGES = {
     "choices": ("error", "skip"),
@@ -93,6 +98,23 @@ def per_class_of(args: argparse.Namespace) -> bool | float:
     if args.per_class:
         raise ValueError("--per-class is --per-class-weight 1: give one of them.")
     return {0.0: False, 1.0: True}.get(args.per_class_weight, args.per_class_weight)
+
+
+def say_left_out(faults: list[str], number: int, left_out: int | None = None) -> int:
+    """List the images that could not be read, where there are such, and return the exit code.
+
+    Args:
+        faults: Why, of all or the first of them.
+        number: Of all images.
+        left_out: How many could not be read, where not all are listed.
+    """
+    if faults:
+        left_out = len(faults) if left_out is None else left_out
+        print(f"left out {left_out:,} of {number:,} images that cannot be read:", file=sys.stderr)
+        more = [f"and {left_out - len(faults):,} more"] if left_out > len(faults) else []
+        for text in [*faults, *more]:
+            print(f"  {printable(text)}", file=sys.stderr)
+    return LEFT_OUT if faults else 0
 
 
 def labels_of(args: argparse.Namespace) -> Any:

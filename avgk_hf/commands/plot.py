@@ -40,7 +40,6 @@ def plot_runs(runs: Sequence[str | Path], out: str | Path, allow_outside: bool =
     Returns:
         The files that were written.
     """
-    from ..data import load_splits
     from ..model_card import read_results
     from ..modeling import AvgKForImageClassification
     from ..study.plots import accuracy_curve, by_shot, in_both_formats, set_size_histogram, tradeoff_curve
@@ -59,10 +58,8 @@ def plot_runs(runs: Sequence[str | Path], out: str | Path, allow_outside: bool =
         data = data_of(run, results)
         key = json.dumps(vars(data), sort_keys=True)
         if key not in loaded:
-            columns = data.dataset_config, data.image_column, data.label_column, data.glyphs_seed
-            taken = data.validation_per_class, data.split_seed, False
-            loaded[key] = load_splits(data.dataset, *columns, *taken, allow_outside, allow_new_classes=True)
-        validation, test = (loaded[key][getattr(data, f"{part}_split")] for part in ("validation", "test"))
+            loaded[key] = _splits(data, allow_outside)
+        validation, test = loaded[key]
         model = AvgKForImageClassification.from_pretrained(run)
         tradeoffs[name] = (model.config.calibration or {}).get("curve")  # before the curve against K calibrates anew
         sizes[name] = results["set_sizes"]["all"]
@@ -71,14 +68,14 @@ def plot_runs(runs: Sequence[str | Path], out: str | Path, allow_outside: bool =
         if shots := by_shot(results["set_sizes"]):
             files += in_both_formats(set_size_histogram, out / f"set_sizes_by_shot_{name}", shots, title=title)
         curves[name] = _curve(model, validation, test)
-    title = title if len(runs) == 1 else "Set sizes on test"
-    files += in_both_formats(set_size_histogram, out / "set_sizes", sizes, title=title)
+    about = f"{title}. " if len(runs) == 1 else ""
+    files += in_both_formats(set_size_histogram, out / "set_sizes", sizes, title=f"{about}Set sizes on test")
     lines = {name: {k: {"mean": v, "half_width": None} for k, v in curve.items()} for name, curve in curves.items()}
-    title = "Average-K accuracy on test"
+    title = f"{about}Accuracy on test by K"
     files += in_both_formats(accuracy_curve, out / "accuracy_against_k", lines, title=title)
     tradeoffs = {name: curve for name, curve in tradeoffs.items() if curve}
     if tradeoffs:  # earlier versions did not record it
-        title = "Size against coverage on validation"
+        title = f"{about}What larger sets buy, validation"
         files += in_both_formats(tradeoff_curve, out / "tradeoff", tradeoffs, title=title)
     files.append(out / "accuracy_against_k.json")
     write_text(files[-1], json.dumps(curves, indent=2) + "\n")
@@ -93,6 +90,19 @@ def data_of(run: Path, results: dict[str, Any]) -> Any:
     if "dataset" not in known:
         raise ValueError(f"{run}: results.json does not name the data: say `AvgKTrainer(dataset_name=...)` and train.")
     return DataArguments(**known)
+
+
+def _splits(data: Any, allow_outside: bool) -> tuple[Any, Any]:
+    """The validation and test images of a run, without those that its training left out."""
+    from ..data import load_splits, skip_bad_images
+
+    columns = data.dataset_config, data.image_column, data.label_column, data.glyphs_seed
+    taken = data.validation_per_class, data.split_seed, False
+    splits = load_splits(data.dataset, *columns, *taken, allow_outside, allow_new_classes=True)
+    names = data.validation_split, data.test_split
+    if data.on_bad_image != "skip":
+        return splits[names[0]], splits[names[1]]
+    return tuple(skip_bad_images(splits[name], name, report=False)[0] for name in names)
 
 
 def accuracy_of(results: dict[str, Any]) -> str:
@@ -128,7 +138,7 @@ def sheet_of(model: Any, dataset: Any) -> tuple[Any, list[list[int]], list[int],
     sample = dataset.select(chosen)
     answer = Calibration.of(model.config).answer(Question(min_size=1))
     prepared, sets, scores = prepare(sample, model.config), [], []
-    for start in tqdm(range(0, len(sample), 64), desc="contact sheet", unit="batch"):
+    for start in tqdm(range(0, len(sample), 64), desc="contact sheet", unit="batch", disable=None):
         found = model.scores(torch.stack(prepared[start : start + 64]["pixel_values"]))
         sets += answer.classes(found)
         scores += [row[classes].tolist() for row, classes in zip(found, sets[start:], strict=True)]

@@ -2,24 +2,36 @@
 
 import argparse
 import json
+import os
 import sys
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from ..rows import Row, check_ending, row, write_csv, written_to
+from ..rows import Row, check_ending, write_csv, written_to
 from ..shell import printable
-from .options import BAD_IMAGES, BALANCE, BATCH_SIZE, METHOD, PER_CLASS_WEIGHT, check_model, per_class_of
+from .options import (
+    ALLOW_OUTSIDE,
+    BAD_IMAGES,
+    BALANCE,
+    BATCH_SIZE,
+    LEFT_OUT,
+    METHOD,
+    PER_CLASS_WEIGHT,
+    check_model,
+    per_class_of,
+    say_left_out,
+)
 
-HELP = "print the predicted set of each image: as many classes as it needs, best first"
+HELP = "the predicted set of each image, printed or written: as many classes as it needs, best first"
 EXAMPLE = "avgk predict runs/plants photos --k 1 2 5 --out sets.csv"
-LEFT_OUT = 1  # the exit code where some images could not be read
+SOURCE = "image files, folders, lists (.txt), WebDataset .tar, .parquet, saved datasets, or datasets on the Hub"
 
 
 def arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("model", help="folder or Hub id of a model")
-    parser.add_argument("images", nargs="+", metavar="image", help="image files, or folders of them")
+    parser.add_argument("images", nargs="+", metavar="source", help=SOURCE)
     sizes = "average set sizes, in the calibrated range (the model's own k)"
     parser.add_argument("--k", type=float, nargs="+", default=[], help=sizes)
     parser.add_argument("--coverage", type=float, metavar="C", help="or: hold the true class in this share of images")
@@ -32,26 +44,37 @@ def arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--min-size", type=int, default=1, help="at least this many classes (%(default)s)")
     parser.add_argument("--max-size", type=int, help="at most this many classes")
     parser.add_argument("--batch-size", **BATCH_SIZE)
+    parser.add_argument("--workers", type=int, help="processes that read images (one for each processor, 8 at most)")
+    parser.add_argument("--bf16", action="store_true", help="compute in bfloat16, which new accelerators do faster")
     parser.add_argument("--on-bad-image", **{**BAD_IMAGES, "default": "skip"})
+    parser.add_argument("--split", help="of a dataset with several")
+    parser.add_argument("--image-column", default="image", help="column that holds the images (%(default)s)")
+    parser.add_argument("--allow-outside", **ALLOW_OUTSIDE)
     how = parser.add_mutually_exclusive_group()
     how.add_argument("--json", action="store_true", help="print JSON")
     how.add_argument("--csv", action="store_true", help="print CSV, a row for each image and K")
-    how.add_argument("--out", metavar="FILE", help="write them instead: .csv (for a spreadsheet), .jsonl or .parquet")
+    out = "write them: .csv (for a spreadsheet), .jsonl or .parquet; or a folder, for as many as there are"
+    how.add_argument("--out", metavar="FILE", help=out)
+    parser.add_argument("--shard-size", type=int, default=8192, help="images in a file of the folder (%(default)s)")
+    parser.add_argument("--engine", choices=("torch", "ray"), default="torch", help="ray: on the cluster that runs")
     parser.epilog = (
         f"For example `{EXAMPLE}`. Images that cannot be read are listed in the end, and the exit code is {LEFT_OUT}"
-        " then; it is 2 where none can be read."
+        " then; it is 2 where none can be read. A folder can be written by several processes, and after a crash the"
+        " same command goes on."
     )
 
 
 def run(args: argparse.Namespace) -> int:
     check_model(args.model, args.k)
-    if args.out:
-        check_ending(args.out)
-    if not any(Path(path).exists() for path in args.images):
+    to_folder = _to_folder(args)
+    from ..checks import check_whole, is_hub_id
+
+    if not any(Path(place).exists() or is_hub_id(place) for place in args.images):  # before torch is imported
         raise FileNotFoundError(f"{args.images[0]}: there is no such file; check the path.")
-    from ..calibration import Calibration
-    from ..checks import check_whole
-    from ..classifiers import best_device, load_classifier, transform_for
+    from ..classifiers import best_device, load_classifier
+    from ..data.sources import Source
+    from ..prediction import Predictor, Shards
+    from ..processes import launched
     from ..questions import Question
     from ..scope import promise
 
@@ -59,64 +82,86 @@ def run(args: argparse.Namespace) -> int:
     given = {name: getattr(args, name) for name in names} | {"per_class": per_class_of(args)}
     questions = [Question(k=k, **given) for k in args.k or [None]]
     check_whole("--batch-size", args.batch_size, 1)
-    paths = _paths(args.images)
-    model = load_classifier(args.model).to(best_device())
-    calibration = Calibration.of(model.config).at(args.balance)
-    answers = [(_asked(question, calibration), calibration.answer(question)) for question in questions]
-    if args.coverage is not None and (approximate := promise(calibration)) is not None:
+    check_whole("--shard-size", args.shard_size, 1)
+    workers = _workers(args) if args.workers is None else check_whole("--workers", args.workers)
+    source = Source(args.images, args.split, args.image_column, args.allow_outside)
+    next(source.pieces())  # a source that is not there is refused before the model is loaded
+    device = best_device(join=False)
+    how = {"batch_size": args.batch_size, "workers": workers, "bf16": args.bf16, "on_bad_image": args.on_bad_image}
+    predictor = Predictor(load_classifier(args.model).to(device), questions, **how)
+    if args.coverage is not None and (approximate := promise(predictor.calibration)) is not None:
         print(approximate, file=sys.stderr)
-    column, sizes, faults = answers[0][0][0], {asked: [] for (_, asked), _ in answers}, []
-    with _output(args) as write:
-        for entries, pixels in _batches(paths, transform_for(model), args.batch_size, args.on_bad_image):
-            faults += [error for _, error in entries if error is not None]
-            if len(faults) == len(paths):
-                raise ValueError(faults[0] if len(paths) == 1 else f"none of the images can be read, e.g. {faults[0]}")
-            names = [name for name, error in entries if error is None]
-            found = iter(_predicted(model, names, pixels, calibration, answers))
-            for name, error in entries:
-                rows = next(found) if error is None else [row(name, asked, [], error) for asked, _ in answers]
+    rank, world_size = launched()
+    if to_folder:
+        shards = Shards(args.out, predictor, source, args.shard_size)
+        if args.engine == "ray":
+            from ..cluster import write_on_ray
+
+            write_on_ray(shards, args.model, questions, how)
+        else:
+            shards.write_share(rank, world_size)
+        _say_shards(args.out, shards)
+    else:
+        with _output(args) as write:
+            for rows in predictor.rows(source):
                 write(rows)
-                for each in rows if error is None else ():
-                    sizes[each[column]].append(each["size"])
-    _say(args, column, sizes, faults, len(paths))
-    return LEFT_OUT if faults else 0
+            _check_some(predictor.tally)
+    _say(args, predictor.column, predictor.tally)
+    if world_size > 1:  # whatever started the processes would end the others
+        return 0
+    _check_some(predictor.tally)
+    return LEFT_OUT if predictor.tally.left_out else 0
 
 
-def _say(args: argparse.Namespace, column: str, sizes: dict[float, list[int]], faults: list[str], number: int) -> None:
+def _workers(args: argparse.Namespace) -> int:
+    """A process for each processor that is this process's share; Ray's actors are that already."""
+    own = (os.cpu_count() or 1) // int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+    return 0 if args.engine == "ray" else min(own, 8)
+
+
+def _to_folder(args: argparse.Namespace) -> bool:
+    """Whether shards in a folder are asked for; what only these can be is refused for anything else."""
+    folder = args.out and (not Path(args.out).suffix or args.out.endswith(os.sep) or Path(args.out).is_dir())
+    if not folder:
+        several = os.environ.get("WORLD_SIZE", "1") != "1"
+        if several or args.engine != "torch":
+            raise ValueError("several processes write files of their own: name a folder for them, e.g. `--out sets`.")
+        if args.out:
+            check_ending(args.out)
+        return False
+    for place in args.images:
+        if Path(args.out).resolve().is_relative_to(Path(place).resolve()):
+            raise ValueError(f"--out {args.out} lies in {place}, whose files are read: choose a folder elsewhere.")
+    return True
+
+
+def _say_shards(folder: str, shards: Any) -> None:
+    left = shards.finish()
+    text = f"{folder}: {shards.images} images in {shards.seen} files"
+    left = f"; {left} of them are not there yet: other processes write them, or the same command does" if left else ""
+    print(printable(text + left), file=sys.stderr)
+
+
+def _check_some(tally: Any) -> None:
+    if tally.images and tally.left_out == tally.images:
+        text = tally.faults[0] if tally.images == 1 else f"none of the images can be read, e.g. {tally.faults[0]}"
+        raise ValueError(text)
+
+
+def _say(args: argparse.Namespace, column: str, tally: Any) -> None:
     """Which model answered what and how large the sets are, and what could not be read: beside the rows."""
-    for value, found in sizes.items():
-        mean, images = sum(found) / len(found), f"{len(found)} image{'s' * (len(found) != 1)}"
-        text = f"{args.model}, {_words(column, value)}: {mean:.2f} classes on average over {images}"
-        print(printable(text + (f", written to {args.out}" if args.out else "")), file=sys.stderr)
-    if faults:
-        print(f"left out {len(faults)} of {number} images that cannot be read:", file=sys.stderr)
-        for fault in faults:
-            print(f"  {printable(fault)}", file=sys.stderr)
+    number = tally.images - tally.left_out
+    for value, total in tally.sizes.items() if number else ():
+        images = f"{number} image{'s' * (number != 1)}"
+        text = f"{args.model}, {_words(column, value)}: {total / number:.2f} classes on average over {images}"
+        print(printable(text), file=sys.stderr)
+    if args.out and number:
+        print(printable(f"written to {args.out}"), file=sys.stderr)
+    say_left_out(tally.faults, tally.images, tally.left_out)
 
 
-def _paths(given: list[str]) -> list[str]:
-    """The files that are meant; of a folder all images."""
-    from ..data import image_files
-
-    paths = []
-    for path in given:
-        found = [str(file) for file in image_files(path)] if Path(path).is_dir() else [path]
-        if not found:
-            raise ValueError(f"{path} holds no images; name image files, or a folder with PNG or JPEG files.")
-        paths += found
-    return paths
-
-
-def _asked(question: Any, calibration: Any) -> tuple[str, float]:
-    """What a question asks for: a name and a number."""
-    for name in ("coverage", "cumulative", "lambda_val", "k"):
-        if getattr(question, name) is not None:
-            return name, getattr(question, name)
-    return "k", calibration.k
-
-
-def _words(name: str, value: float) -> str:
-    return f"{'K' if name == 'k' else name} = {value:g}"
+def _words(name: str, value: float | str) -> str:
+    return f"{'K' if name == 'k' else name} = {value}"
 
 
 @contextmanager
@@ -150,61 +195,3 @@ def _print(found: Row, several: bool) -> None:
     print(f"{printable(found['image'])}{asked}: {number} class{'es' * (number != 1)}")
     for item in found["set"]:
         print(f"  {item['score']:8.4f}  {printable(item['label'])}")
-
-
-def _predicted(
-    model: Any, names: list[str], pixels: Any, calibration: Any, answers: list[tuple[tuple[str, float], Any]]
-) -> list[tuple[Row, ...]]:
-    """The rows of a batch: for every image those of all questions, from one pass through the model."""
-    import torch
-
-    from ..classifiers import forward
-    from ..scores import NotFinite, head_logits
-
-    if not names:
-        return []
-    with torch.no_grad():
-        logits = head_logits(forward(model.eval(), pixels))
-    by_question = []
-    for asked, answer in answers:
-        try:
-            scores = calibration.scores(*logits, answer.head).cpu()  # (b, L)
-        except NotFinite as error:
-            raise NotFinite(f"images from {names[0]} on, counted from 0: {error}") from None
-        sets = zip(names, scores, answer.classes(scores), strict=True)
-        by_question.append(
-            [
-                row(name, asked, [{"label": model.config.id2label[j], "score": own[j].item()} for j in classes])
-                for name, own, classes in sets
-            ]
-        )
-    return list(zip(*by_question, strict=True))
-
-
-def _batches(
-    paths: list[str], transform: Any, size: int, on_bad_image: str
-) -> Iterator[tuple[list[tuple[str, str | None]], Any]]:
-    """Paths in their order, each with why it cannot be read, or None, and the images (b, C, H, W) of the others.
-
-    b is at most `size`; images that keep their own shapes come apart.
-    """
-    import torch
-    from huggingface_hub.utils import tqdm
-
-    entries: list[tuple[str, str | None]] = []
-    images: list[torch.Tensor] = []
-    for path in tqdm(paths, desc="predict", unit="image", disable=len(paths) < 20):
-        try:
-            image = transform.image(path)
-        except (OSError, ValueError) as error:
-            if on_bad_image == "error":
-                raise
-            entries.append((path, str(error)))
-            continue
-        if images and (len(images) == size or image.shape != images[0].shape):
-            yield entries, torch.stack(images)
-            entries, images = [], []
-        entries.append((path, None))
-        images.append(image)
-    if entries:
-        yield entries, torch.stack(images) if images else None

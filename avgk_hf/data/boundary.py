@@ -4,6 +4,7 @@
 """
 
 import os
+import re
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
@@ -21,6 +22,10 @@ READERS = ("imagefolder", "parquet", "arrow", "csv", "json", "webdataset", "cach
 SETTINGS = ("config_name", "data_dir", "data_files", "default", "description", "version", "drop_labels")
 SETTINGS += ("drop_metadata", "sep", "delimiter")  # what a README may tell the reader
 REMEDY = "remove it, or permit it with `allow_outside: true` in a recipe, `--allow-outside` for a command"
+
+
+class Refused(ValueError):
+    """What a dataset would have `datasets` read."""
 
 
 def check_folder(folder: Path) -> None:
@@ -52,26 +57,43 @@ def check_builder(builder: Any, dataset: str) -> None:
     """Refuse what `load_dataset_builder` gives for a folder or Hub id: a reader that is not known, data elsewhere."""
     reader = type(builder).__module__.rpartition(".")[2]
     if reader not in READERS:
-        raise ValueError(f"it would be read as {reader}; only {', '.join(READERS[:-1])} are")
+        raise Refused(
+            f"it would be read as {reader}; only {', '.join(READERS[:-1])} are: images belong in train/<class>/"
+        )
     local, roots = Path(dataset).is_dir(), _roots(dataset)
     for file in (file for files in (builder.config.data_files or {}).values() for file in map(str, files)):
         if not (_within(file, roots) if local else file.startswith(f"hf://datasets/{dataset}@")):
-            raise ValueError(f"its README points to {file}, outside of it: {REMEDY}")
+            raise Refused(f"{file} would be read with it, which lies outside of it: {REMEDY}")
 
 
 def check_images(splits: DatasetDict, dataset: str) -> None:
     """Refuse rows whose image is a path that leads out of the folder or Hub id."""
-    roots = _roots(dataset)
-    seen: dict[str, bool] = {}  # folders
+    check = Inside(dataset)
     for chunk in (chunk for split in splits.values() for chunk in split.data.column("image").chunks):
         stored = pc.is_null(pc.struct_field(chunk, "bytes"))
         for path in pc.struct_field(chunk, "path").filter(stored).drop_null().to_pylist():
-            folder, name = os.path.split(path)
-            if folder not in seen:
-                seen[folder] = "://" not in path and _within(os.path.realpath(folder), roots)
-            link = os.path.islink(path) and not _within(os.path.realpath(path), roots)
-            if not seen[folder] or link or name == "..":
-                raise ValueError(f"dataset {dataset!r} names the image {path[:300]!r}, outside of it: {REMEDY}.")
+            check(path)
+
+
+class Inside:
+    """Refuses the path of an image that leads out of a folder or Hub id; of the latter, a file there is inside too."""
+
+    def __init__(self, dataset: str) -> None:
+        self.dataset, self.roots = dataset, _roots(dataset)
+        self.on_hub = None if Path(dataset).is_dir() else f"hf://datasets/{dataset}@"
+        self.seen: dict[str, bool] = {}  # folders
+
+    def __call__(self, path: str) -> None:
+        """Refuse a path, or do nothing."""
+        archive, _, place = path.rpartition("::")
+        if self.on_hub and place.startswith(self.on_hub) and re.fullmatch(r"(zip://[^:]*)?", archive):
+            return
+        folder, name = os.path.split(path)
+        if folder not in self.seen:
+            self.seen[folder] = "://" not in path and _within(os.path.realpath(folder), self.roots)
+        link = os.path.islink(path) and not _within(os.path.realpath(path), self.roots)
+        if not self.seen[folder] or link or name == "..":
+            raise ValueError(f"dataset {self.dataset!r} names the image {path[:300]!r}, outside of it: {REMEDY}.")
 
 
 def listed_image(source: Path, folder: Path, name: str) -> str:

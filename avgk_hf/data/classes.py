@@ -15,10 +15,11 @@ from ..calibration import Calibration
 from ..checks import check_choice, is_number, read_json
 from ..scores import smoothed_prevalence
 from ..shell import printable
-from .datasets import class_counts, class_ids
+from .datasets import class_counts, class_ids, without_bars
 
 logger = logging.get_logger(__name__)
 Labels = str | Mapping[str, str | int]
+MOST_CLASSES = 1_000_000
 
 
 def nfc(name: Any) -> str:
@@ -37,6 +38,29 @@ def nearest(name: str, names: Iterable[str]) -> str | None:
     return plain[found[0]] if found else None
 
 
+def class_names(labels: list[Any], place: str) -> list[str]:
+    """The names of classes that are stored as text, sorted, or as whole numbers from 0; anything else is refused.
+
+    Args:
+        labels: What the column of classes holds, each at least once.
+        place: What to call the column.
+    """
+    if any(label is None for label in labels):
+        raise ValueError(f"{place} has missing values.")
+    if all(isinstance(label, str) for label in labels):
+        return sorted(set(map(nfc, labels)))
+    if not all(type(label) is int for label in labels) or min(labels) < 0:
+        raise ValueError(
+            f"{place} holds neither text nor whole numbers from 0 in all splits, e.g. {str(labels[0])[:100]}; leave"
+            " out images without a label, or with more than one."
+        )
+    if max(labels) >= MOST_CLASSES:
+        raise ValueError(
+            f"{place} holds {max(labels)}, and whole numbers count the classes from 0; write class names as text."
+        )
+    return [str(label) for label in range(max(labels) + 1)]
+
+
 def with_classes(dataset: Dataset, names: list[str]) -> Dataset:
     """The dataset with `label` as ids of these names: text and the classes of a ClassLabel are matched by name."""
     feature, stored = dataset.features["label"], class_ids(dataset)
@@ -48,7 +72,8 @@ def with_classes(dataset: Dataset, names: list[str]) -> Dataset:
 
 def _with_ids(dataset: Dataset, ids: list[int], names: list[str]) -> Dataset:
     """The dataset with these labels (n,)."""
-    relabelled = dataset.remove_columns("label").add_column("label", ids, feature=ClassLabel(names=names))
+    with without_bars():
+        relabelled = dataset.remove_columns("label").add_column("label", ids, feature=ClassLabel(names=names))
     return relabelled.select_columns(dataset.column_names)
 
 
@@ -66,6 +91,9 @@ def align_labels(dataset: Dataset, config: Any, labels: Labels = "name") -> Data
 def _aligned(dataset: Dataset, config: Any, labels: Labels) -> tuple[Dataset, list[int]]:
     """The same, and the model's ids of the dataset's classes."""
     names, known = dataset.features["label"].names, model_names(config)
+    if not isinstance(dataset, Dataset):  # a stream, whose labels are looked at when they come
+        ids = match_classes(names, config, labels)
+        return dataset.with_ids(ids), ids
     class_counts(dataset, len(names))
     ids = match_classes(names, config, labels)
     if names == known[: len(names)]:
@@ -232,9 +260,9 @@ def check_new_classes(splits: Mapping[str, Dataset], train: str = "train") -> No
     if train not in splits or "label" not in splits[train].column_names:
         return
     names = splits[train].features["label"].names
-    trained = set(splits[train].unique("label"))
+    trained = set(class_ids(splits[train]))
     for split, dataset in splits.items():
-        new = [i for i in sorted(set(dataset.unique("label")) - trained - {None}) if 0 <= i < len(names)]
+        new = [i for i in sorted(set(class_ids(dataset)) - trained - {None}) if 0 <= i < len(names)]
         if new:
             name, others = names[new[0]], [names[i] for i in trained if i is not None and 0 <= i < len(names)]
             raise ValueError(

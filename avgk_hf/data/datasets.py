@@ -1,7 +1,8 @@
 """The dataset contract: splits with `image`, `label` (ClassLabel) and `index`, the position in the split."""
 
+import sys
 from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -23,10 +24,11 @@ TAKE = "validation_per_class"  # the field that takes validation images from tra
 
 
 @contextmanager
-def without_bars() -> Iterator[None]:
-    """Without the progress bars of `datasets` for what takes no time."""
+def without_bars(always: bool = True) -> Iterator[None]:
+    """Without the progress bars of `datasets`: for what takes no time, or else where nobody sees them move."""
     shown = not datasets.are_progress_bars_disabled()
-    datasets.disable_progress_bars()
+    if always or not sys.stderr.isatty():
+        datasets.disable_progress_bars()
     try:
         yield
     finally:
@@ -85,7 +87,22 @@ def chosen(dataset: Dataset, rows: np.ndarray) -> Dataset:
     """The rows where the mask (n,) is true, numbered anew."""
     # the new positions are written before rows are selected: to add a column later would copy all images
     index = (np.cumsum(rows) - 1).tolist()
-    return dataset.remove_columns("index").add_column("index", index).select(np.flatnonzero(rows))
+    with without_bars():
+        return dataset.remove_columns("index").add_column("index", index).select(np.flatnonzero(rows))
+
+
+def each_row(
+    dataset: Dataset, look: Callable[[dict], dict], columns: Features, num_workers: int, desc: str
+) -> Dataset:
+    """What a function finds in every row, its image as it is stored; `datasets` keeps it for the same files."""
+    with without_bars(always=False):
+        return dataset.cast_column("image", Image(decode=False)).map(
+            look,
+            remove_columns=dataset.column_names,
+            features=columns,
+            num_proc=num_workers if num_workers > 1 else None,
+            desc=desc,
+        )
 
 
 def class_ids(dataset: Dataset) -> list[int]:
@@ -110,7 +127,9 @@ def class_counts(dataset: Dataset, num_labels: int) -> np.ndarray:
     return np.bincount(labels, minlength=num_labels)
 
 
-def check_split(splits: Mapping[str, Dataset], dataset: str, name: str, option: str, take: str = "") -> None:
+def check_split(
+    splits: Mapping[str, Dataset], dataset: str, name: str, option: str, take: str = "", number: int = 20
+) -> None:
     """Refuse a split that is not there, with what to do; for validation the test images are never offered.
 
     Args:
@@ -119,6 +138,7 @@ def check_split(splits: Mapping[str, Dataset], dataset: str, name: str, option: 
         name: Of the split.
         option: What names another one.
         take: What takes validation images from train, for a part that may be taken from there.
+        number: How many of each class it takes.
     """
     if name in splits:
         return
@@ -126,12 +146,17 @@ def check_split(splits: Mapping[str, Dataset], dataset: str, name: str, option: 
         near = [other for other in splits if other.lower() in ("val", "valid", "dev")]
         named = f", or name one with {option}" + (f" ({near[0]!r}?)" if near else "")
         raise ValueError(
-            f"the dataset {dataset!r} has no split 'validation': {take} takes 20 images of each class from 'train'"
-            f"{named}. Test images are for the report only."
+            f"the dataset {dataset!r} has no split 'validation': {take} takes {number} images of each class from"
+            f" 'train'{named}. Test images are for the report only."
         )
     raise ValueError(
         f"the dataset {dataset!r} has no split {name!r}, only {list(splits)}; name the right one with {option}."
     )
+
+
+def taken_of(counts: np.ndarray, per_class: int) -> np.ndarray:
+    """How many images of each class are taken from train for validation, (L,): half at most."""
+    return np.minimum(per_class, counts // 2)
 
 
 def split_validation(splits: DatasetDict, per_class: int, seed: int = 0) -> DatasetDict:
@@ -152,7 +177,7 @@ def split_validation(splits: DatasetDict, per_class: int, seed: int = 0) -> Data
     train = splits["train"]
     names = train.features["label"].names
     counts = class_counts(train, len(names))
-    given = np.minimum(per_class, counts // 2)  # (L,)
+    given = taken_of(counts, per_class)
     if per_class < 1 or not given.any():
         raise ValueError(
             f"validation_per_class={per_class} must be 1 at least, and of a class at most half the images are taken:"
@@ -199,8 +224,10 @@ def keep_aside(validation: Dataset, seed: int = 0, least: int = 0) -> tuple[Data
     )
 
 
-def skip_bad_images(dataset: Dataset, name: str, num_workers: int = 0, report: bool = True) -> tuple[Dataset, int]:
-    """The dataset without the images that cannot be read, and how many these are.
+def skip_bad_images(
+    dataset: Dataset, name: str, num_workers: int = 0, report: bool = True
+) -> tuple[Dataset, list[str]]:
+    """The dataset without the images that cannot be read, and a sentence about each of these.
 
     All images are opened once, before anything is counted; `datasets` keeps the result, so that the next run with the
     same files does not open them again. The images that are left are numbered anew in `index`.
@@ -211,24 +238,19 @@ def skip_bad_images(dataset: Dataset, name: str, num_workers: int = 0, report: b
         num_workers: Processes that read images.
         report: Whether to warn when images are left out.
     """
-    found = dataset.cast_column("image", Image(decode=False)).map(
-        _fault,
-        remove_columns=dataset.column_names,
-        features=Features(fault=Value("string")),
-        num_proc=num_workers if num_workers > 1 else None,
-        desc=f"check the images of {name}",
-    )
+    columns = Features(fault=Value("string"))
+    found = each_row(dataset, _fault, columns, num_workers, f"check the images of {name}")
     faults = list(found["fault"])
     bad = [fault for fault in faults if fault is not None]
     if not bad:
-        return dataset, 0
+        return dataset, []
     if len(bad) == len(faults):
         raise ValueError(f"{name}: none of the {len(bad)} images can be read, e.g. {bad[0]}")
     if report:
         shown = " ".join(bad[:3]) + f" (and {len(bad) - 3} more)" * (len(bad) > 3)
-        text = f"{name}: {len(bad)} of {len(faults)} images cannot be read and are left out: {shown}"
+        text = f"{name}: {len(bad)} of {len(faults)} images left out, which cannot be read: {shown}"
         logger.warning(printable(text))
-    return chosen(dataset, np.asarray([fault is None for fault in faults])), len(bad)
+    return chosen(dataset, np.asarray([fault is None for fault in faults])), bad
 
 
 def _fault(row: dict[str, Any]) -> dict[str, str | None]:

@@ -155,7 +155,7 @@ def noise_bound(ks: Iterable[float], images: int = 2000, seed: int = 0) -> dict[
     rng = np.random.default_rng(seed)
     priors = train_counts() / train_counts().sum()
     posteriors = np.empty((images, len(CHARACTERS)))
-    for row in tqdm(posteriors, desc="best possible", unit="image"):
+    for row in tqdm(posteriors, desc="best possible", unit="image", disable=None):
         label = rng.choice(len(CHARACTERS), p=priors)
         face, affine, severity = _nuisance(rng)
         means = np.stack([_without_noise(c, face, affine, severity) for c in CHARACTERS])  # (L, 32, 32)
@@ -218,7 +218,7 @@ def load_glyphs(seed: int = 0, progress: bool = True, times: int = 1) -> Dataset
     }
     names = [class_name(character) for character in CHARACTERS]
     splits = {}
-    with tqdm(total=sum(map(len, labels.values())), desc="glyphs", unit="image", disable=not progress) as bar:
+    with tqdm(total=sum(map(len, labels.values())), desc="glyphs", unit="image", disable=not progress or None) as bar:
         for split, of_split in labels.items():
             encoded = []
             for label in of_split:
@@ -246,6 +246,7 @@ def write_image_folder(splits: DatasetDict, folder: str | Path) -> None:
     for split, dataset in splits.items():
         make_folder(make_folder(folder) / split)
         names = dataset.features["label"].names
-        for row in tqdm(dataset.cast_column("image", Image(decode=False)), desc=f"write {split}", unit="image"):
+        rows = dataset.cast_column("image", Image(decode=False))
+        for row in tqdm(rows, desc=f"write {split}", unit="image", disable=None):
             with new_file(Path(folder) / split / names[row["label"]] / f"{row['index']:05d}.png") as new:
                 new.write_bytes(row["image"]["bytes"])

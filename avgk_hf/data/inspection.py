@@ -13,7 +13,7 @@ from datasets import Dataset, Features, Image, Value
 
 from ..images import open_image
 from ..statistics import SHOTS
-from .datasets import class_counts, class_ids, image_fault
+from .datasets import class_counts, class_ids, each_row, image_fault
 
 Counts = dict[str, np.ndarray]  # {split: images of each class, (L,)}
 
@@ -122,13 +122,8 @@ def _in_one_split(names: list[str], counts: Counts, train: str) -> list[str]:
 
 def _looked_at(split: Dataset, name: str, num_workers: int) -> dict[str, list]:
     """Why each image cannot be read, None where it can, a digest of its file, and what to call it."""
-    found = split.cast_column("image", Image(decode=False)).map(
-        _look,
-        remove_columns=split.column_names,
-        features=Features(fault=Value("string"), digest=Value("string"), place=Value("string")),
-        num_proc=num_workers if num_workers > 1 else None,
-        desc=f"look at the images of {name}",
-    )
+    columns = Features(fault=Value("string"), digest=Value("string"), place=Value("string"))
+    found = each_row(split, _look, columns, num_workers, f"look at the images of {name}")
     return {column: list(found[column]) for column in found.column_names}
 
 

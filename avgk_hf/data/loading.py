@@ -1,25 +1,36 @@
 """One door for all data: `glyphs`, a Hub id, an image folder, parquet files, a saved dataset, or an archive."""
 
-from contextlib import nullcontext
+import os
+from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 import pyarrow.parquet as pq
-from datasets import ClassLabel, Dataset, DatasetDict, Features, Value, load_dataset_builder, load_from_disk
+from datasets import (
+    ClassLabel,
+    Dataset,
+    DatasetDict,
+    Features,
+    IterableDatasetDict,
+    Value,
+    load_dataset_builder,
+    load_from_disk,
+)
 from datasets.data_files import SPLIT_KEYWORDS
 from datasets.exceptions import DatasetGenerationError
 from datasets.packaged_modules.imagefolder.imagefolder import ImageFolder
 
 from ..checks import check_dataset, reason_of
-from .boundary import check_builder, check_folder, check_images
+from .boundary import Inside, Refused, check_builder, check_folder, check_images
 from .cifar import is_cifar_archive, load_cifar
-from .classes import check_new_classes, nfc, with_classes
+from .classes import check_new_classes, class_names, nfc, with_classes
 from .cub import is_cub, load_cub
 from .datasets import contract, split_validation, without_bars
 from .glyphs import load_glyphs
 from .plantnet import is_plantnet, load_plantnet
+from .streams import Stream, undecoded
 from .tiny_imagenet import is_tiny_imagenet, load_tiny_imagenet
 
-MOST_CLASSES = 1_000_000
 # archives as their authors publish them: how each is known, and what reads it for a column of classes
 ARCHIVES = (
     (is_cifar_archive, lambda folder, column: load_cifar(folder, coarse=column == "coarse_label")),
@@ -83,7 +94,39 @@ def load_splits(
     return splits if validation_per_class is None else split_validation(splits, validation_per_class, split_seed)
 
 
-def _read(dataset: str, config_name: str | None, label_column: str, allow_outside: bool) -> DatasetDict:
+def load_streams(
+    dataset: str,
+    config_name: str | None = None,
+    image_column: str = "image",
+    label_column: str = "label",
+    num_examples: int | None = None,
+    unlabelled: bool = False,
+    allow_outside: bool = False,
+) -> dict[str, Stream]:
+    """The splits of a Hub id, or of a folder of parquet, tars or images, as streams: nothing is downloaded or copied.
+
+    The arguments are those of `load_splits`, and `num_examples` that of `Stream` for the split that will be read.
+    Classes are not compared between splits.
+    """
+    folder = Path(dataset)
+    saved = any((folder / name).exists() for name in ("dataset_dict.json", "dataset_info.json"))
+    if dataset == "glyphs" or saved or any(is_known(folder) for is_known, _ in ARCHIVES):
+        raise ValueError(f"dataset={dataset!r} takes no room by being loaded as usual: leave out the streaming.")
+    if folder.is_dir() and not allow_outside:
+        check_folder(folder)
+    splits = _read(dataset, config_name, label_column, allow_outside, streaming=True)
+    columns = _columns(splits, dataset, {"image": image_column, "label": label_column}, unlabelled)
+    names, check = {old: new for new, old in columns.items() if old != new}, None if allow_outside else Inside(dataset)
+    made = {}
+    for name, split in splits.items():
+        rows = undecoded(split, columns["image"]).select_columns(list(columns.values()))
+        made[name] = Stream(rows.rename_columns(names), num_examples, check)
+    return made
+
+
+def _read(
+    dataset: str, config_name: str | None, label_column: str, allow_outside: bool, streaming: bool = False
+) -> DatasetDict | IterableDatasetDict:
     """What `datasets` makes of a folder or a Hub id, with a look at what it would read before it does."""
     folder = Path(dataset)
     check_dataset(dataset)
@@ -98,13 +141,18 @@ def _read(dataset: str, config_name: str | None, label_column: str, allow_outsid
         if saved:
             splits = load_from_disk(dataset)
         else:
-            builder = load_dataset_builder(dataset, config_name, data_files=_split_files(folder))
+            place = os.path.realpath(dataset) if folder.is_dir() else dataset  # the folder itself may be a link
+            builder = load_dataset_builder(place, config_name, data_files=_split_files(folder))
             if not allow_outside:
                 check_builder(builder, dataset)
+            if streaming:
+                return builder.as_streaming_dataset()
             # of an image folder nothing is downloaded, and only paths are written
-            with without_bars() if isinstance(builder, ImageFolder) else nullcontext():
+            with without_bars(always=isinstance(builder, ImageFolder)):
                 builder.download_and_prepare()
             splits = builder.as_dataset()
+    except Refused as error:
+        raise ValueError(f"dataset {dataset!r}: {error}.") from None
     except Exception as error:  # of arrow, json, the file system or the network
         # datasets has no error of its own for a split without rows
         if isinstance(error, IndexError) or (isinstance(error, ValueError) and "no data" in str(error)):
@@ -150,16 +198,8 @@ def _check_parquet(folder: Path, label_column: str) -> None:
 
 def _to_contract(splits: DatasetDict, dataset: str, columns: dict[str, str], unlabelled: bool) -> DatasetDict:
     """The splits with our columns for theirs, and the same classes in all of them."""
-    if unlabelled and not any(columns["label"] in split.column_names for split in splits.values()):
-        columns = {"image": columns["image"]}
+    columns = _columns(splits, dataset, columns, unlabelled)
     for name, split in splits.items():
-        for ours, column in columns.items():
-            if column not in split.column_names:
-                hint = " Images in one folder per class, `train/<class>/x.jpg`, give it." if ours == "label" else ""
-                raise ValueError(
-                    f"dataset {dataset!r}, split {name!r} has no column {column!r}; it has {split.column_names}. Name"
-                    f" the right one with `{ours}_column:` in a recipe, `--{ours}-column` for a command.{hint}"
-                )
         if len(split) == 0:
             raise ValueError(f"dataset {dataset!r}, split {name!r} is empty.")
     names = _class_names(splits, dataset, columns["label"]) if "label" in columns else None
@@ -181,25 +221,32 @@ def _to_contract(splits: DatasetDict, dataset: str, columns: dict[str, str], unl
     return DatasetDict(made)
 
 
+def _columns(splits: Mapping[str, Any], dataset: str, columns: dict[str, str], unlabelled: bool) -> dict[str, str]:
+    """{our column: theirs} of those that are there; one that has to be and is not is refused."""
+    if unlabelled and not any(columns["label"] in (split.column_names or []) for split in splits.values()):
+        columns = {"image": columns["image"]}
+    for name, split in splits.items():
+        for ours, column in columns.items():
+            if column not in (split.column_names or []):
+                if list(columns.values()) == ["image", "label"] and split.column_names == ["image"]:
+                    raise ValueError(
+                        f"dataset {dataset!r} does not say which class its images are of: they belong in one folder"
+                        f" for each of two or more classes, none deeper than others, {dataset}/train/<class>/x.jpg."
+                        " (In a table, the column of classes is named with `label_column:` or `--label-column`.)"
+                    )
+                hint = " Images in one folder per class, `train/<class>/x.jpg`, give it." if ours == "label" else ""
+                raise ValueError(
+                    f"dataset {dataset!r}, split {name!r} has no column {column!r}; it has {split.column_names}. Name"
+                    f" the right one with `{ours}_column:` in a recipe, `--{ours}-column` for a command.{hint}"
+                )
+    return columns
+
+
 def _class_names(splits: DatasetDict, dataset: str, label_column: str) -> list[str]:
     """The names of the classes over all splits."""
     features = [split.features[label_column] for split in splits.values()]
     if all(isinstance(feature, ClassLabel) for feature in features):
         return list(dict.fromkeys(nfc(name) for feature in features for name in feature.names))
-    place = f"dataset {dataset!r}: the column {label_column!r}"
     plain = all(isinstance(feature, Value) for feature in features)
     labels = [label for split in splits.values() for label in split.unique(label_column)] if plain else features
-    if any(label is None for label in labels):
-        raise ValueError(f"{place} has missing values.")
-    if all(isinstance(label, str) for label in labels):
-        return sorted(set(map(nfc, labels)))
-    if not all(type(label) is int for label in labels) or min(labels) < 0:
-        raise ValueError(
-            f"{place} holds neither text nor whole numbers from 0 in all splits, e.g. {str(labels[0])[:100]}; leave"
-            " out images without a label, or with more than one."
-        )
-    if max(labels) >= MOST_CLASSES:
-        raise ValueError(
-            f"{place} holds {max(labels)}, and whole numbers count the classes from 0; write class names as text."
-        )
-    return [str(label) for label in range(max(labels) + 1)]
+    return class_names(labels, f"dataset {dataset!r}: the column {label_column!r}")

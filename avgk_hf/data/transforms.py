@@ -4,7 +4,6 @@ import random
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -16,7 +15,7 @@ from torchvision import transforms as tv
 from transformers import TimmWrapperImageProcessor
 
 from ..checks import check_choice
-from ..images import known_formats, open_image
+from ..images import open_image
 
 # what takes the place of the evaluation's centre crop; 4 black pixels on each side are usual for CIFAR
 RANDOM_CROPS: dict[str, Callable[[Any], Any]] = {
@@ -158,11 +157,3 @@ def prepare(
         if (repr(held.transform), held.mode) == (repr(transform.transform), transform.mode):
             return dataset
     return dataset.cast_column("image", Image(decode=False)).with_transform(transform)
-
-
-def image_files(folder: str | Path) -> list[Path]:
-    """The files below a folder that `open_image` takes, in order of their names; hidden ones are left out."""
-    known = known_formats()
-    suffixes = {suffix for suffix, kind in Pillow.registered_extensions().items() if kind in known}
-    found = (path for path in Path(folder).rglob("*") if path.suffix.lower() in suffixes and path.is_file())
-    return sorted(path for path in found if not any(part[0] == "." for part in path.relative_to(folder).parts))

@@ -7,7 +7,9 @@ from typing import Any
 from ..sets import k_key
 
 MISSING = "–"
-COUNTED = {"num_images": "images", "skipped": "images left out"}  # metrics that count
+COUNTED = {"num_images": "image{}", "skipped": "image{} left out"}  # metrics that count
+
+SHOT_WORDS = {"few_shot_accuracy": "under 20", "medium_shot_accuracy": "20 to 100", "many_shot_accuracy": "over 100"}
 
 
 @dataclass(frozen=True)
@@ -114,5 +116,14 @@ def by_k(metrics: Mapping[str, float], own_k: float | None) -> str:
         of_levels = zip(words, [ACCURACY.percent_cell(metrics[name]) for name in levels], sizes, strict=True)
         parts.append(as_text(["coverage", "measured", "mean set size"], of_levels))
     others = [f"top-1 accuracy {100 * metrics['top1_accuracy']:.2f}%"] if "top1_accuracy" in metrics else []
-    others += [f"{metrics[name]} {words}" for name, words in COUNTED.items() if name in metrics]
-    return "\n\n".join([*parts, *([", ".join(others)] if others else [])])
+    counted = [(metrics[name], words) for name, words in COUNTED.items() if name in metrics]
+    others += [f"{number:,} {words.format('s' * (number != 1))}" for number, words in counted]
+    notes = ["K: classes in a set on average; accuracy: sets that hold the true class"] * any(
+        ACCURACY.metric in of_k for of_k in found.values()
+    )
+    shots = [
+        f"{name.partition('_')[0]} {SHOT_WORDS[name]}" for name in SHOT_WORDS if name in set().union(*found.values())
+    ]
+    notes += [f"shot: classes by their training images, {', '.join(shots)}"] if shots else []
+    last = [*([", ".join(others)] if others else []), *(f"({note})" for note in notes)]
+    return "\n\n".join([*parts, *(["\n".join(last)] if last else [])])

@@ -1,5 +1,6 @@
 """How pictures look: colours, lines and hatches that everybody can tell apart, and fonts that have all characters."""
 
+import logging as py_logging
 import textwrap
 import unicodedata
 import warnings
@@ -30,6 +31,7 @@ def pyplot() -> Any:
     except ImportError as error:
         raise ImportError("pictures need matplotlib: `pip install 'avgk_hf[demo]'`.") from error
     matplotlib.use("Agg")
+    py_logging.getLogger("matplotlib.font_manager").addFilter(_is_no_weight)
     import matplotlib.pyplot as plt
 
     return plt
@@ -48,9 +50,9 @@ def _families(characters: frozenset[str]) -> list[str]:
     families = ["DejaVu Sans"]
     text = [font for font in own.ttflist if not any(part in font.name for part in NO_TEXT)]
     likely = sorted(text, key=lambda font: (not any(part in font.name for part in FONTS), font.name))
-    for font in likely if missing else ():
-        if font.name not in families and (found := missing & _drawn(font.fname)):
-            families.append(font.name)
+    for name in dict.fromkeys(font.name for font in likely) if missing else ():
+        if found := missing & _drawn(own.findfont(name)):  # the face that will be drawn, not the first of the family
+            families.append(name)
             missing -= found
         if not missing:
             break
@@ -72,6 +74,11 @@ def _drawn(path: str) -> set[str]:
         return set()
 
 
+def _is_no_weight(record: py_logging.LogRecord) -> bool:
+    """Not that a font has one weight only, in which it is drawn."""
+    return "font weight" not in record.getMessage()
+
+
 @contextmanager
 def readable(texts: Iterable[str]) -> Iterator[Any]:
     """Pyplot with fonts that have all characters of these texts; what cannot be drawn was said already."""
@@ -84,18 +91,26 @@ def readable(texts: Iterable[str]) -> Iterator[Any]:
 
 @contextmanager
 def drawn_axis(
-    path: str | Path, xlabel: str, ylabel: str, title: str = "", height: float = 3.8, names: Iterable[str] = ()
+    path: str | Path,
+    xlabel: str,
+    ylabel: str,
+    title: str = "",
+    height: float = 3.8,
+    names: Iterable[str] = (),
+    below: bool = False,
 ) -> Iterator[Any]:
-    """Axes to draw on, which are then labelled and written."""
+    """Axes to draw on, which are then labelled and written; the legend may stand below them."""
     with readable([title, *names]) as plt:
-        figure, axis = plt.subplots(figsize=(7, height), layout="tight")
+        figure, axis = plt.subplots(figsize=(7, height), layout="constrained")
         yield axis
         axis.set(xlabel=xlabel, ylabel=ylabel)
-        axis.set_title(whole(title, 80), fontsize=11, loc="left")
+        figure.suptitle(whole(title, 76), fontsize=11, x=0.02, ha="left")
         axis.grid(alpha=0.3)
         axis.set_axisbelow(True)
         axis.spines[["top", "right"]].set_visible(False)
-        if axis.get_legend_handles_labels()[0]:
+        if below:
+            figure.legend(loc="outside lower center", ncols=2, frameon=False, fontsize=9)
+        elif axis.get_legend_handles_labels()[0]:
             axis.legend(frameon=False)
         save(figure, path)
 

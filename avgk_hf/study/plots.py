@@ -95,8 +95,9 @@ def contact_sheet(
             axis.imshow(picture, cmap="gray")
             axis.axis("off")
             for text, at, align in zip(captions[number], (left, left + SIDE), ("left", "right"), strict=True):
-                place = {"x": at / width, "y": (bottom - 0.04) / height, "ha": align, "va": "top"}
-                figure.text(s=text, fontsize=6.5, linespacing=1.25, **place)
+                for line, part in enumerate(text.split("\n")):  # each by itself: scripts differ in their heights
+                    y = bottom - 0.04 - LINE * (line + 0.8)
+                    figure.text(at / width, y / height, part, ha=align, va="baseline", fontsize=6.5)
         figure.text(GAP / width, 1 - 0.1 / height, heading, fontsize=10, va="top")
         save(figure, path)
 
@@ -194,10 +195,11 @@ def tradeoff_curve(curves: dict[str, Sequence[Sequence[float]]], path: str | Pat
     with drawn_axis(path, *labels, title, names=curves) as axis:
         for i, (name, rows) in enumerate(curves.items()):
             sizes, coverages = [row[2] for row in rows], [100 * row[3] for row in rows]
-            axis.plot(sizes, coverages, label=f"{whole(name)}, sets", **look(i))
+            run = f"{whole(name)}, " if len(curves) > 1 else ""
+            axis.plot(sizes, coverages, label=f"{run}sets, of this size on average", **look(i))
             top = [(row[0], 100 * row[4]) for row in rows if float(row[0]).is_integer()]
             open_marks = {**look(i), "markerfacecolor": "white", "alpha": 0.6}
-            axis.plot(*zip(*top, strict=True), label=f"{whole(name)}, top-K", **open_marks)
+            axis.plot(*zip(*top, strict=True), label=f"{run}top-K, so many for every image", **open_marks)
     return True
 
 
@@ -273,50 +275,54 @@ def set_size_course(monitor: Any, path: str | Path, name: str = "") -> None:
     if len(monitor.history) < 2:
         raise ValueError(f"the monitor has seen {monitor.num_images} image(s), and a course takes two at least.")
     number, mean, low, high = np.asarray(monitor.history).T
-    found = f"{'drift' if monitor.drifted else 'no drift'}, mean {monitor.mean:.2f} over {monitor.num_images} images"
+    found = "drift" if monitor.drifted else "no drift" if monitor.enough else "too few images to tell"
+    found = f"{found}, mean {monitor.mean:.2f} over {monitor.num_images} images"
     title = f"{name}, K = {monitor.k:g}: {found}" if name else found
     with drawn_axis(path, "images", "classes in the set", title, height=3.6) as axis:
         axis.fill_between(
-            number, low, high, color="#BFDDEE", label=f"{100 * monitor.confidence:g}% confidence sequence"
+            number, low, high, color="#BFDDEE", label=f"{100 * monitor.confidence:g}% interval, for all times together"
         )
         axis.plot(number, mean, color=COLOURS[0], label="mean set size")
         axis.axhline(monitor.k, color=COLOURS[4], linestyle="--", label=f"K = {monitor.k:g}, calibrated")
-        for sign, label in ((-1, None), (1, "margin: the calibration is an estimate")):
+        for sign, label in ((-1, None), (1, "margin, within which it is no drift")):
             axis.axhline(monitor.k + sign * monitor.margin, color=COLOURS[4], linestyle=":", linewidth=1, label=label)
         axis.set(xscale="log", xlim=(1, max(monitor.num_images, 2)))
         axis.set_ylim(0, min(monitor.max_size, 3 * max(monitor.k, monitor.mean)))  # that of few images has no end
         axis.xaxis.set_major_formatter(lambda value, _: f"{value:g}")
 
 
-def export_bars(report: dict[str, Any], path: str | Path) -> None:
+def export_bars(report: dict[str, Any], path: str | Path, title: str = "") -> None:
     """File size, accuracy and mean set size of exported graphs side by side.
 
     Args:
         report: What `export_onnx` returns; without measurements the sizes only.
         path: PNG or SVG to write.
+        title: Above the panels.
     """
     names = list(report["bytes"])
-    panels = {"MB": {"": [size / 1e6 for size in report["bytes"].values()]}}
+    panels = {"file, MB": {"": [size / 1e6 for size in report["bytes"].values()]}}
     shown = {"average-K accuracy (%)": ("average_k_accuracy", 100), "mean set size": ("mean_set_size", 1)}
-    for title, (metric, factor) in shown.items() if "measured" in report else ():
-        panels[title] = {
+    for panel, (metric, factor) in shown.items() if "measured" in report else ():
+        panels[panel] = {
             f"K = {key}": [factor * report["measured"][name][f"{metric}@{key}"] for name in names]
             for key in report["thresholds"]
         }
     widths = [1, *(2 for _ in list(panels)[1:])]
     options = {"width_ratios": widths, "squeeze": False, "layout": "constrained"}
-    figure, axes = pyplot().subplots(1, len(panels), figsize=(2.2 * sum(widths), 3), **options)
-    for axis, (title, groups) in zip(axes[0], panels.items(), strict=True):
+    figure, axes = pyplot().subplots(1, len(panels), figsize=(2.2 * sum(widths), 3.3), **options)
+    for axis, (panel, groups) in zip(axes[0], panels.items(), strict=True):
         for i, name in enumerate(names):
             places = np.arange(len(groups)) + 0.4 * (i - (len(names) - 1) / 2)
             heights = [values[i] for values in groups.values()]
             bars = axis.bar(places, heights, 0.38, color=COLOURS[i], hatch=HATCHES[i], edgecolor="white", label=name)
-            axis.bar_label(bars, fmt="%.2f" if title == "MB" else "%.1f", fontsize=7)
+            axis.bar_label(bars, fmt="%.1f" if groups.keys() - {""} else "%.2f", fontsize=7)
         axis.set_xticks(range(len(groups)), list(groups))
-        axis.set_title(title, fontsize=10, loc="left")
+        axis.set_title(panel, fontsize=10, loc="left")
         axis.margins(y=0.15)
+        axis.spines[["top", "right"]].set_visible(False)
     shared = axes[0, 0].get_legend_handles_labels()
     figure.legend(*shared, loc="outside lower center", ncols=2, frameon=False, fontsize=8)
+    figure.suptitle(whole(title, 110), fontsize=11, x=0.02, ha="left")
     save(figure, path)
 
 

@@ -14,8 +14,8 @@ import tempfile
 import threading
 import time
 from collections import defaultdict
-from collections.abc import Sequence
-from contextlib import nullcontext
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, nullcontext
 from datetime import timedelta
 from importlib.metadata import version
 from pathlib import Path
@@ -48,6 +48,17 @@ from .training import load_trainer, measured_only
 from .variants import Kind, Variant, chosen, mirrored, to_calibrate, to_test
 
 TIMED_STEPS = 20
+
+
+@contextmanager
+def _one_thread() -> Iterator[None]:
+    """On every machine and with every number of workers the same rounding; afterwards the caller's threads again."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(threads)
 
 
 class BestWeights(TrainerCallback):
@@ -92,7 +103,6 @@ def run_trainer(
     comparison: Comparison, run: Run, folder: str
 ) -> tuple[AvgKTrainer, dict[str, Dataset], dict[str, Any]]:
     """The trainer of a run, its data, those of test as the model takes them, and what the recipe came to."""
-    torch.set_num_threads(1)  # on every machine and with every number of workers the same rounding
     model_args, data_args, args = arguments = run_arguments(comparison, run, folder)
     trainer, data = load_trainer(arguments, run.times, run.phase == "tune", needs_test=True)
     if "test" in data:
@@ -173,6 +183,7 @@ def _nested(found: dict[str, Evaluation]) -> dict[str, Any]:
     }
 
 
+@_one_thread()
 def train_run(comparison: Comparison, run: Run) -> Results:
     """Train one run and return what is written to its file; a training that diverges has an `error` and no results."""
     start, cpu_start = time.perf_counter(), time.process_time()
@@ -307,6 +318,7 @@ def describe_plan(comparison: Comparison, workers: int) -> str:
     return "\n".join(lines)
 
 
+@_one_thread()
 def time_epoch(comparison: Comparison) -> float:
     """Seconds of an epoch with its evaluation, from a few steps of the first loss."""
     with tempfile.TemporaryDirectory() as folder:

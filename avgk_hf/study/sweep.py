@@ -1,8 +1,8 @@
 """Search hyperparameters on validation: `avgk sweep recipes/glyphs/avgk.yaml --search alpha=0.1,0.3,1,3,10 --seeds 3`.
 
-Every combination of values is trained with every seed. With Optuna (the default) finished trials are kept in SQLite
-in the output folder: the same command goes on after a crash, and in a second shell takes part of the work. The values
-with the highest mean validation average-K accuracy win; only they are then evaluated on test, once per seed.
+Every combination of values is trained with every seed. Finished trials are kept in the output folder, by Optuna (the
+default) in SQLite: the same command goes on after a crash, and with Optuna in a second shell takes part of the work.
+The values with the highest mean validation average-K accuracy win; only they are evaluated on test, once per seed.
 """
 
 import hashlib
@@ -261,7 +261,7 @@ def _search_ray(sweep: Sweep, folder: Path) -> list[dict[str, Any]]:
     try:
         from ray import tune
     except ImportError as error:
-        raise ImportError("--backend ray needs `pip install 'ray[tune]'`.") from error
+        raise ImportError("--backend ray needs `pip install 'avgk_hf[ray]'`.") from error
     if " " in sys.executable:  # its workers would never start, and the sweep wait for ever
         raise ValueError(
             f"ray cannot start {sys.executable!r}, because of the space in its path: use --backend optuna."
@@ -276,11 +276,21 @@ def _search_ray(sweep: Sweep, folder: Path) -> list[dict[str, Any]]:
         except NotFinite:
             return {"value": None}
 
-    space = {name: tune.grid_search(options) for name, options in sweep.grid.items()}
-    resources = {"cpu": 1, "gpu": min(torch.cuda.device_count(), 1)}
-    place = {"storage_path": str((folder / "ray").resolve()), "name": "sweep"}
-    found = tune.run(trainable, config=space, resources_per_trial=resources, **place)
-    return [_trial(sweep, trial.config, trial.last_result["value"]) for trial in found.trials]
+    os.environ.setdefault("TUNE_GLOBAL_CHECKPOINT_S", "1")  # seconds after which a finished training is kept
+    name = hashlib.sha256(json.dumps([sweep.digest, sweep.grid]).encode()).hexdigest()[:16]
+    place = (folder / "ray").resolve()
+    given = {
+        "trainable": tune.with_resources(trainable, {"cpu": 1, "gpu": min(torch.cuda.device_count(), 1)}),
+        "param_space": {name: tune.grid_search(options) for name, options in sweep.grid.items()},
+    }
+    if tune.Tuner.can_restore(str(place / name)):
+        tuner = tune.Tuner.restore(str(place / name), resume_unfinished=True, restart_errored=True, **given)
+    else:
+        tuner = tune.Tuner(run_config=tune.RunConfig(name=name, storage_path=str(place)), **given)
+    found = tuner.fit()
+    for error in found.errors:
+        raise ValueError(f"a training failed: {str(error).strip().splitlines()[-1]}")
+    return [_trial(sweep, trial.config, trial.metrics["value"]) for trial in found]
 
 
 BACKENDS = {"optuna": _search_optuna, "ray": _search_ray}

@@ -1,0 +1,459 @@
+"""`avgk predict` of many images: sources, shards that go on after a crash, several processes, and Ray."""
+
+import io
+import itertools
+import json
+import multiprocessing
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import tarfile
+from pathlib import Path
+
+import pyarrow as pa
+import pyarrow.dataset
+import pyarrow.parquet as pq
+import pytest
+import torch
+from datasets import Dataset, DatasetDict, load_dataset
+from datasets import Image as StoredImage
+
+from avgk_hf.classifiers import load_classifier
+from avgk_hf.cli import main
+from avgk_hf.data import image_files, sources
+from avgk_hf.data.sources import Source
+from avgk_hf.prediction import RECORD, Predictor, Shards
+from avgk_hf.questions import Question
+
+ROOT = Path(__file__).parent.parent
+SHARDS = ["--shard-size", "8", "--batch-size", "3"]
+
+
+@pytest.fixture(scope="module")
+def place(trained_run, image_folder, tmp_path_factory):
+    """A model, and 30 images in every form that is read; one of them is broken."""
+    place = tmp_path_factory.mktemp("predict")
+    shutil.copytree(trained_run, place / "model", ignore=shutil.ignore_patterns("checkpoint-*"))
+    shutil.copytree(image_folder / "test", place / "folder")
+    files = image_files(place / "folder")
+    files[11].write_bytes(b"no image")
+    (place / "list.txt").write_text("".join(f"{file.relative_to(place)}\n" for file in files))
+    for number, some in enumerate((files[:13], files[13:])):  # WebDataset has several, with labels beside the images
+        (place / "tars").mkdir(exist_ok=True)
+        with tarfile.open(place / "tars" / f"{number}.tar", "w") as tar:
+            for file in some:
+                tar.add(file, f"{file.parent.name}-{file.name}")
+                tar.add(place / "list.txt", f"{file.parent.name}-{file.stem}.cls")
+    stored = [{"bytes": file.read_bytes(), "path": None} for file in files]
+    (place / "parquet").mkdir()
+    for number, some in enumerate((stored[:20], stored[20:])):
+        table = pa.table({"image": some, "label": [0] * len(some)})
+        pq.write_table(table, place / "parquet" / f"{number}.parquet", row_group_size=7)
+    pq.write_table(pa.table({"photo": [each["bytes"] for each in stored]}), place / "bytes.parquet")
+    saved = Dataset.from_dict({"image": stored}).cast_column("image", StoredImage())
+    DatasetDict({"test": saved, "train": saved.select(range(3))}).save_to_disk(place / "saved")
+    return place
+
+
+@pytest.fixture(autouse=True)
+def here(place, monkeypatch):
+    monkeypatch.chdir(place)
+
+
+def predict(out, *arguments, code=1) -> list[dict]:
+    """The rows of a folder in the order of its files."""
+    assert main(["predict", "model", *map(str, arguments), "--out", str(out), *SHARDS]) == code
+    return rows_of(out)
+
+
+def rows_of(folder) -> list[dict]:
+    return pq.read_table(folder).to_pylist()
+
+
+def sets_of(rows) -> list[tuple]:
+    return [(row["set"], bool(row["error"])) for row in rows]
+
+
+@pytest.fixture(scope="module")
+def expected(place):
+    """The rows of one process, and those that are printed for the same folder."""
+    before = os.getcwd()
+    os.chdir(place)
+    try:
+        return predict("expected", "folder")
+    finally:
+        os.chdir(before)
+
+
+def test_shards_hold_the_rows_of_a_file(place, expected, tmp_path, capsys):
+    """Those of the folder are those of one Parquet file, its readers take it, and its record says that it is whole."""
+    out = str(tmp_path / "sets.parquet")
+    assert main(["predict", "model", "folder", "--out", out, "--batch-size", "3"]) == 1
+    assert "left out 1 of 30 images" in capsys.readouterr().err
+    found = rows_of(out)
+    assert [row["image"] for row in expected] == [str(file) for file in image_files("folder")]
+    assert [(row["image"], row["k"], row["size"], row["error"]) for row in expected] == [
+        (row["image"], row["k"], row["size"], row["error"]) for row in found
+    ]
+    assert [row["size"] for row in expected] == [len(row["set"]) for row in expected]
+    for row, other in zip(expected, found, strict=True):  # of other batches
+        assert [each["label"] for each in row["set"]] == [each["label"] for each in other["set"]]
+        assert [each["score"] for each in row["set"]] == pytest.approx([each["score"] for each in other["set"]], 1e-4)
+    (error,) = [row["error"] for row in expected if row["error"]]
+    assert "cannot be read as an image" in error and expected[11]["set"] == []
+    parts = sorted(path.name for path in Path("expected").iterdir())
+    assert parts == [RECORD, *(f"part-{i:06d}.parquet" for i in range(4))]
+    assert json.loads(Path("expected", RECORD).read_text())["images"] == 30
+    assert pyarrow.dataset.dataset("expected").count_rows() == 30
+    assert load_dataset("expected", split="train", cache_dir=tmp_path / "cache").num_rows == 30
+
+
+@pytest.mark.parametrize(
+    ("given", "names"),
+    [
+        (["list.txt"], "folder/ash/0.png"),
+        (["tars"], "tars/0.tar::ash-0.png"),
+        (["tars/0.tar", "tars/1.tar"], "tars/0.tar::ash-0.png"),
+        (["parquet"], "parquet/0.parquet::0"),
+        (["bytes.parquet", "--image-column", "photo"], "bytes.parquet::0"),
+        (["saved", "--split", "test"], "saved::0"),
+        (["folder", "--workers", "2"], "folder/ash/0.png"),
+    ],
+    ids=lambda given: given[0] if isinstance(given, list) else "",
+)
+def test_every_source_gives_the_same_sets(given, names, expected, tmp_path):
+    found = predict(tmp_path / "sets", *given)
+    assert sets_of(found) == sets_of(expected)
+    assert found[0]["image"] == names and len({row["image"] for row in found}) == 30
+
+
+def killed_at(images: int):
+    """A program that predicts until it has seen so many images, and then is killed as `kill -9` does it."""
+    return f"""
+import os, signal, sys
+from avgk_hf.prediction import Predictor
+whole, seen = Predictor._rows, []
+def rows(self, batch):
+    seen.extend(batch.names)
+    if len(seen) > {images} and os.environ.get("RANK", "1") == "1":
+        os.kill(os.getpid(), signal.SIGKILL)
+    return whole(self, batch)
+Predictor._rows = rows
+"""
+
+
+def test_a_killed_run_goes_on(expected, tmp_path, capsys):
+    """With kill -9 in the third shard: the two before it stay as they are, and the rows are those of a whole run."""
+    command = ["predict", "model", "folder", "--out", str(tmp_path / "sets"), *SHARDS]
+
+    def run():
+        exec(killed_at(20), {})
+        main(command)
+
+    process = multiprocessing.get_context("fork").Process(target=run)
+    process.start()
+    process.join()
+    assert process.exitcode == -signal.SIGKILL
+    parts = sorted(path for path in (tmp_path / "sets").glob("part-*"))
+    assert [path.name for path in parts] == ["part-000000.parquet", "part-000001.parquet"]
+    assert json.loads((tmp_path / "sets" / RECORD).read_text())["images"] is None
+    times = [path.stat().st_mtime_ns for path in parts]
+    assert main(command) == 0  # the broken image is in a shard that was there
+    assert "30 images in 4 files" in capsys.readouterr().err
+    assert [path.stat().st_mtime_ns for path in parts] == times
+    assert rows_of(tmp_path / "sets") == expected
+    assert json.loads((tmp_path / "sets" / RECORD).read_text())["images"] == 30
+    assert main(command) == 0 and rows_of(tmp_path / "sets") == expected  # nothing is left to do
+
+
+def run_processes(forks, number, before, *arguments) -> list:
+    """`-m avgk_hf.predict` in several processes, with what accelerate tells those that it launches."""
+    group = {"WORLD_SIZE": str(number), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "1"}  # where nobody listens
+    threads = torch.get_num_threads()  # what is equal to the last bit is computed alike
+    of_each = [{"RANK": str(rank), "LOCAL_RANK": str(rank), **group} for rank in range(number)]
+    code = f"import runpy, torch; torch.set_num_threads({threads})\n{before}\n"
+    code += "runpy.run_module('avgk_hf.predict', run_name='__main__')"
+    return forks.run_together(code, [arguments] * number, Path.cwd(), of_each=of_each)
+
+
+def test_processes_share_the_shards_and_one_is_killed(forks, expected, tmp_path):
+    """The other one ends its own share, and a restart with another number of processes completes the rest."""
+    given = ["model", "folder", "--out", tmp_path / "sets", *SHARDS, "--workers", "0"]
+    one, killed = run_processes(forks, 2, killed_at(4), *given)
+    assert killed.code == -signal.SIGKILL and one.code == 0, one.err
+    assert "2 of them are not there yet" in one.err
+    parts = sorted(path.name for path in (tmp_path / "sets").glob("part-*"))
+    assert parts == ["part-000000.parquet", "part-000002.parquet"]
+    ended = run_processes(forks, 3, "", *given)
+    assert [done.code for done in ended] == [0, 0, 0], ended  # though one image is broken: a launcher ends them all
+    assert sum("left out 1 of 8 images" in done.err for done in ended) == 1
+    assert rows_of(tmp_path / "sets") == expected
+
+
+def test_every_image_is_in_one_share(place, tmp_path):
+    """For any number of images, processes and sizes of shards, whatever was there before."""
+    predictor = Predictor(load_classifier("model"), [Question()])
+    files = [str(path) for path in image_files("folder") if path.stat().st_size > 20]
+    for n, world_size, size in ((1, 3, 2), (2, 2, 2), (3, 2, 2), (7, 3, 2), (6, 5, 1), (5, 2, 8)):
+        folder, source = tmp_path / f"{n}-{world_size}-{size}", Source(files[:n])
+        for rank in range(world_size):
+            before = {path.name for path in folder.glob("part-*")}
+            shards = Shards(folder, predictor, source, size)
+            expected = shards.number(rank, world_size)
+            seen = predictor.tally.images
+            shards.write_share(rank, world_size)
+            assert predictor.tally.images - seen == expected
+            new = sorted(int(path.name[5:11]) for path in folder.glob("part-*") if path.name not in before)
+            assert new == list(range(rank, -(-n // size), world_size))
+            assert (shards.finish() == 0) == (len(before) + len(new) == -(-n // size))
+        assert [row["image"] for row in rows_of(folder)] == files[:n]
+
+
+def test_images_are_not_held(place):
+    """Of a source without end the first batches come, and few images are read ahead of them."""
+    taken = []
+
+    class Endless(Source):
+        def pieces(self):
+            for number in itertools.count():
+                taken.append(number)
+                yield sources.Piece("named", "", [f"folder/ash/{number % 5}.png"])
+
+        def number(self):
+            return None
+
+    for workers in (0, 2):
+        taken.clear()
+        predictor = Predictor(load_classifier("model"), [Question()], batch_size=4, workers=workers)
+        rows = predictor.rows(Endless([]))
+        found = [row["image"] for batch in itertools.islice(rows, 10) for row in batch]
+        assert found == [f"folder/ash/{number % 5}.png" for number in range(40)]
+        assert len(taken) <= 40 + 4 * (2 * workers + 2)
+        rows.close()
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (["--k", "3"], "holds sets of another question"),
+        (["--bf16"], "holds sets of another bf16"),
+        (["--allow-outside"], "holds sets of another source"),
+        (["--shard-size", "9"], "holds sets of another shard size"),
+    ],
+)
+def test_shards_of_others_are_not_mixed(change, message, expected, capsys):
+    assert main(["predict", "model", "folder", "--out", "expected", *SHARDS, *change]) == 2
+    assert message in capsys.readouterr().err and rows_of("expected") == expected
+
+
+def test_shards_of_other_weights_or_images_are_not_mixed(expected, tmp_path, capsys):
+    """A model of the same name, and a folder in which an image is new, are noticed."""
+    shutil.copytree("expected", tmp_path / "sets")
+    shutil.copytree("folder", tmp_path / "folder")
+    shutil.copytree("model", tmp_path / "model")
+    os.chdir(tmp_path)  # the fixture returns
+    command = ["predict", "model", "folder", "--out", "sets", *SHARDS]
+    assert main(command) == 0 and "30 images in 4 files" in capsys.readouterr().err  # the same in another place
+    shutil.copy("folder/ash/0.png", "folder/beech/00.png")
+    assert main(command) == 2
+    assert "its images are others now; choose another folder" in capsys.readouterr().err
+    os.remove("folder/beech/00.png")
+    shutil.copy("sets/part-000003.parquet", "sets/part-000004.parquet")  # as if there had been more images
+    assert main(command) == 2 and "it lost some; choose another folder" in capsys.readouterr().err
+    os.remove("sets/part-000004.parquet")
+    model = load_classifier("model")
+    with torch.no_grad():
+        next(model.parameters()).view(-1)[0] += 1
+    model.save_pretrained("model")
+    assert main(command) == 2
+    assert "sets holds sets of another model (" in capsys.readouterr().err
+    os.remove(Path("sets", RECORD))
+    assert main(command) == 2
+    assert f"no {RECORD} that says of what" in capsys.readouterr().err
+
+
+def test_what_cannot_be_meant_is_refused(place, tmp_path, capsys, monkeypatch):
+    (tmp_path / "no.parquet").write_text("nothing")
+    (tmp_path / "empty").mkdir()
+    (tmp_path / "binary.txt").write_bytes(b"\xff\xfe\x00")
+    for arguments, message in (
+        (["folder", "--out", "folder/sets"], "--out folder/sets lies in folder"),
+        (["parquet", "--image-column", "photo"], "parquet/0.parquet has no column 'photo', only ['image', 'label']"),
+        (["saved"], "saved has the splits test, train: choose one with `--split`"),
+        (["saved", "--split", "test", "--image-column", "x"], "saved has no column 'x', only ['image']"),
+        (["folder", "--split", "test"], "--split test is for a dataset, and folder is none"),
+        (["folder", "--shard-size", "0"], "--shard-size=0 must be a whole number"),
+        (["folder", "--workers", "-1"], "--workers=-1 must be a whole number"),
+        (["folder", "--engine", "ray", "--csv"], "name a folder for them, e.g. `--out sets`"),
+        ([tmp_path / "no.parquet"], "no.parquet cannot be read as parquet"),
+        ([tmp_path / "empty"], "empty holds no images"),
+        ([tmp_path / "binary.txt"], "binary.txt is no list of paths"),
+        (["nobody/nothing"], "as a dataset on the Hub it cannot be read"),
+        (["folder/nothing.png"], "folder/nothing.png: there is no such file"),
+    ):
+        assert main(["predict", "model", *map(str, arguments)]) == 2
+        assert message in capsys.readouterr().err
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    assert main(["predict", "model", "folder", "--out", "sets.csv"]) == 2
+    assert "name a folder for them" in capsys.readouterr().err
+
+
+def test_bf16_and_progress(expected, tmp_path, capsys):
+    """Scores of bfloat16 are near those of float32 and not rounded to its steps; a bar says how fast it is."""
+    found = predict(tmp_path / "sets", "folder", "--bf16", "--lambda-val", "0")
+    said = capsys.readouterr().err
+    assert "30/30 [" in said and "image/s" in said
+    whole = predict(tmp_path / "whole", "folder", "--lambda-val", "0")
+    of_bf16, of_float = (
+        torch.tensor([score["score"] for row in rows for score in sorted(row["set"], key=lambda each: each["label"])])
+        for rows in (found, whole)
+    )
+    assert torch.allclose(of_bf16, of_float, atol=0.05) and not torch.equal(of_bf16, of_float)
+    assert not torch.equal(of_bf16, of_bf16.bfloat16().float())
+
+
+def test_a_source_leads_to_no_other_files(place, tmp_path, capsys):
+    """Lists, links and rows that lead out are rows with an error, and are read with `--allow-outside`."""
+    folder = tmp_path / "theirs"
+    (folder / "photos").mkdir(parents=True)
+    shutil.copy("folder/ash/0.png", tmp_path / "secret.png")
+    shutil.copy("folder/ash/0.png", folder / "photos" / "own.png")
+    (folder / "photos" / "link.png").symlink_to(tmp_path / "secret.png")
+    lines = ["photos/own.png", "./photos/own.png", "../secret.png", str(tmp_path / "secret.png"), "photos/link.png"]
+    (folder / "list.txt").write_text("\n".join([*lines, "hf://datasets/a/b/c.png", ""]))
+    image = (folder / "photos" / "own.png").read_bytes()
+    rows = [{"bytes": image, "path": "x"}, {"bytes": None, "path": "../secret.png"}, {"bytes": None, "path": None}]
+    pq.write_table(pa.table({"image": rows}), folder / "rows.parquet")
+    pq.write_table(pa.table({"image": ["../secret.png", "/etc/passwd"]}), folder / "paths.parquet")
+    Dataset.from_dict({"image": [str(tmp_path / "secret.png")]}).save_to_disk(folder / "saved")
+    for given, inside, allowed in (
+        ("list.txt", [True, True, False, False, False, False], [True] * 5 + [False]),
+        ("photos", [False, True], [True, True]),
+        ("rows.parquet", [True, False, False], [True, True, False]),
+        ("paths.parquet", [False, False], [True, False]),
+        ("saved", [False], [True]),
+    ):
+        name = given.partition(".")[0]
+        command = ["predict", "model", str(folder / given), *SHARDS, "--out"]
+        assert main([*command, str(tmp_path / f"sets-{name}")]) == (1 if any(inside) else 2)
+        found = rows_of(tmp_path / f"sets-{name}")
+        assert [row["error"] is None for row in found] == inside, given
+        assert all(
+            "--allow-outside" in row["error"] or "::2" in row["error"] or "hf:" in row["image"]
+            for row in found
+            if row["error"]
+        )
+        assert main([*command, str(tmp_path / f"all-{name}"), "--allow-outside"]) == (0 if all(allowed) else 1)
+        assert [row["error"] is None for row in rows_of(tmp_path / f"all-{name}")] == allowed, given
+
+
+def test_a_line_of_a_list_is_no_address(place, tmp_path, monkeypatch):
+    """Also where the list is in the folder of the command, and with `--allow-outside`."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sources, "HfFileSystem", lambda: pytest.fail("the Hub is asked"))
+    names = [f"hf://datasets/a/b/c.{ending}" for ending in ("tar", "png")]
+    Path("list.txt").write_text("\n".join(names))
+    for allow_outside in (False, True):
+        source = Source(["list.txt"], allow_outside=allow_outside)
+        (tar, error), (image, stored) = source.read(source.pieces())
+        assert tar.startswith("./hf://") and "No such file" in str(error) and stored == image == names[1]
+    Path("list.txt").write_text("hf://datasets/a/b/c.parquet")
+    with pytest.raises(ValueError, match="cannot be read as parquet"):
+        next(Source(["list.txt"]).pieces())
+
+
+def test_a_tar_is_read_within_bounds(place, tmp_path, monkeypatch):
+    """Nothing is unpacked, large parts are not read, links are passed over, and what is cut off is said."""
+    monkeypatch.setattr(sources, "MOST_BYTES", 20_000)
+    image = Path("folder/ash/0.png")
+    with tarfile.open(tmp_path / "a.tar", "w") as tar:
+        tar.add(image, "../../escaped.png")
+        link = tarfile.TarInfo("link.png")
+        link.type, link.linkname = tarfile.SYMTYPE, "/etc/passwd"
+        tar.addfile(link)
+        large = tarfile.TarInfo("large.png")
+        large.size = 30_000
+        tar.addfile(large, io.BytesIO(bytes(30_000)))
+        tar.add(image, "last.png")
+    with tarfile.open(tmp_path / "b.tar", "w", format=tarfile.PAX_FORMAT) as tar:
+        tar.add(image, "first.png")
+        header = tarfile.TarInfo("second.png")
+        header.pax_headers = {"comment": "x" * 30_000}
+        tar.addfile(header)
+    whole = (tmp_path / "a.tar").read_bytes()
+    (tmp_path / "c.tar").write_bytes(whole[: len(whole) // 3])
+    with tarfile.open(tmp_path / "d.tar", "w:gz") as tar:
+        tar.add(image, "a.png")
+    before = sorted(tmp_path.rglob("*"))
+    found = {}
+    for name in "abcd":
+        source = Source([str(tmp_path / f"{name}.tar")])
+        found[name] = [(image.partition("::")[2], stored) for image, stored in source.read(source.pieces())]
+    assert sorted(tmp_path.rglob("*")) == before
+    assert [name for name, _ in found["a"]] == ["../../escaped.png", "large.png", "last.png"]
+    assert [stored for _, stored in found["a"]][::2] == [image.read_bytes()] * 2
+    assert "has 30000 bytes, the limit is 20000" in str(found["a"][1][1])
+    assert found["b"][0] == ("first.png", image.read_bytes()) and "bytes in one part" in str(found["b"][1][1])
+    for name in "cd":
+        assert "cannot be read as a tar without compression" in str(found[name][-1][1])
+
+
+def test_rows_of_one_large_group_are_read_once(place, monkeypatch):
+    """From shard to shard a Parquet file is read on, and what lies between the shards of a process is skipped."""
+    opened = []
+    iterate = pq.ParquetFile.iter_batches
+    monkeypatch.setattr(pq.ParquetFile, "iter_batches", lambda *a, **k: opened.append(a) or iterate(*a, **k))
+    for file, column, groups in (("bytes.parquet", "photo", [0]), ("parquet/0.parquet", "image", [1, 2])):
+        opened.clear()
+        source = Source([file], column=column)
+        images = [list(source.read(shard)) for number, shard in enumerate(source.shards(7)) if number % 2]
+        assert [given[2] for given in opened] == [groups]
+        every = list(source.read(source.pieces()))
+        wanted = [image for number, image in enumerate(every) if number // 7 % 2]
+        assert [image for shard in images for image in shard] == wanted
+
+
+@pytest.mark.long
+def test_the_command_of_the_page(expected, tmp_path):
+    command = "accelerate launch --config_file recipes/accelerate_configs/cpu.yaml -m avgk_hf.predict"
+    assert f"\n{command} " in (ROOT / "docs" / "scale.md").read_text()
+    config = str(ROOT / "recipes/accelerate_configs/cpu.yaml")
+    launch = [sys.executable, "-m", "accelerate.commands.launch", "--config_file", config, "--num_processes", "2"]
+    given = ["-m", "avgk_hf.predict", "model", "folder", "--out", str(tmp_path / "sets"), *SHARDS, "--workers", "0"]
+    threads = str(torch.get_num_threads())  # what is equal to the last bit is computed alike
+    env = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": threads}
+    done = subprocess.run([*launch, *given], env=env, capture_output=True, text=True, timeout=200)
+    assert done.returncode == 0 and done.stderr.count("30 images in 4 files") == 2, done.stderr  # so there were two
+    assert rows_of(tmp_path / "sets") == expected
+
+
+ON_RAY = """
+import ray, sys
+ray.init(num_cpus=2, include_dashboard=False, object_store_memory=100 * 2**20)
+from avgk_hf.cli import main
+sys.exit(main(["predict", *sys.argv[1:]]))
+"""
+
+
+@pytest.mark.long
+@pytest.mark.timeout(600)
+def test_ray_writes_the_same_rows(expected, tmp_path):
+    """On a local Ray with two workers, and the other engine takes up what it left."""
+    pytest.importorskip("ray")
+    if " " in sys.executable:
+        pytest.skip("ray cannot start a Python whose path has a space")
+    given = ["model", "folder", "--out", str(tmp_path / "sets"), *SHARDS, "--engine", "ray", "--workers", "0"]
+    # on loopback only; ray's workers would yield to whatever else the machine does
+    env = {"RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "0", "RAY_worker_niceness": "0", "PYTHONPATH": str(ROOT)}
+    env["OMP_NUM_THREADS"] = str(torch.get_num_threads())  # what is equal to the last bit is computed alike
+    done = subprocess.run(
+        [sys.executable, "-c", ON_RAY, *given], env={**os.environ, **env}, capture_output=True, text=True, timeout=500
+    )
+    assert done.returncode == 1 and "left out 1 of 30 images" in done.stderr, done.stderr
+    assert sorted(rows_of(tmp_path / "sets"), key=lambda row: row["image"]) == sorted(
+        expected, key=lambda row: row["image"]
+    )
+    os.remove(tmp_path / "sets" / "part-000002.parquet")
+    assert predict(tmp_path / "sets", "folder", code=0) == expected
