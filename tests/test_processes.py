@@ -17,7 +17,7 @@ from two_processes import BATCH, CLASSES, OBJECTIVES, SIZES, everything
 
 from avgk_hf import AverageKThreshold, AvgKConfig, AvgKForImageClassification
 from avgk_hf.evaluation import evaluate
-from conftest import save_vit
+from conftest import THREADS, save_vit
 
 ROOT = Path(__file__).parent.parent
 LAUNCH = ["-m", "accelerate.commands.launch", "--config_file", str(ROOT / "recipes/accelerate_configs/cpu.yaml")]
@@ -38,6 +38,7 @@ def run_two(fresh, *arguments, **env) -> None:
     group = {"WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
     of_each = [{"RANK": str(rank), "LOCAL_RANK": str(rank)} for rank in range(2)]
     code = "import runpy, sys; del sys.argv[0]; runpy.run_path(sys.argv[0], run_name='__main__')"
+    group["OMP_NUM_THREADS"] = THREADS  # those of the process that they are compared with
     env = {**os.environ, **group, "ACCELERATE_USE_CPU": "true", "PYTHONPATH": str(ROOT), **env}
     given = [ROOT / "tests/two_processes.py", *arguments]
     for done in fresh.run_together(code, [given, given], ROOT, env, of_each):

@@ -14,6 +14,7 @@ from pathlib import Path
 
 import optuna
 import pytest
+import torch
 
 from avgk_hf.cli import build_parser, main
 from avgk_hf.recipes import parse_recipe
@@ -94,8 +95,13 @@ def test_a_killed_sweep_goes_on_and_workers_share_it(recipe, tmp_path):
     """kill -9 after the first trial; then two workers finish the rest together."""
     out = tmp_path / "sweep"
     command = ["sweep", str(recipe), "--search", "alpha=0.01,1,30", "--num_train_epochs", "1", "--out", str(out)]
+
+    def work():
+        torch.set_num_threads(1)  # a fork cannot use the threads of OpenMP that this process has begun
+        sys.exit(main(command))
+
     process = multiprocessing.get_context("fork").Process  # forked: it imports nothing
-    worker = process(target=main, args=(command,))
+    worker = process(target=work)
     worker.start()
     deadline = time.monotonic() + 240
     while not number_completed(out) and worker.is_alive() and time.monotonic() < deadline:
@@ -104,7 +110,7 @@ def test_a_killed_sweep_goes_on_and_workers_share_it(recipe, tmp_path):
     worker.join()
     before = completed(out)
     assert before
-    workers = [process(target=lambda: sys.exit(main(command))) for _ in range(2)]
+    workers = [process(target=work) for _ in range(2)]
     for worker in workers:
         worker.start()
     for worker in workers:

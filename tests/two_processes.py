@@ -25,7 +25,6 @@ from avgk_hf.processes import gather_list, rank, world_size
 
 BATCH, CLASSES, EXAMPLES = 64, 20, 200
 SIZES = (1, 2, 3, 7, 30)
-torch.set_num_threads(1)
 
 
 def share(rows: torch.Tensor) -> torch.Tensor:
