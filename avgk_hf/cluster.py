@@ -18,7 +18,7 @@ from .data.sources import Piece, Source
 from .prediction import Predictor, Shards, Tally
 from .questions import Question
 
-TOGETHER = 128  # shards that are handed to Ray at once, with the names of their images
+TOGETHER = 8  # shards for each actor that are handed to Ray at once, with the names of their images
 
 
 class ShardWriter:
@@ -61,7 +61,7 @@ def write_on_ray(shards: Shards, model: str, questions: Sequence[Question], how:
     given |= {"num_gpus": 1} if gpus else {"num_cpus": 1}
     most, missing = gpus or max(int(resources.get("CPU", 1)), 1), shards.missing()
     with tqdm(desc="predict", unit="image", total=shards.number()) as bar:
-        while window := [_item(*each) for each in islice(missing, TOGETHER)]:
+        while window := [_item(*each) for each in islice(missing, max(TOGETHER * most, 128))]:
             pool = ray.data.ActorPoolStrategy(min_size=1, max_size=min(most, len(window)))
             data = ray.data.from_items(window, override_num_blocks=len(window))
             for row in data.map_batches(ShardWriter, batch_size=1, compute=pool, **given).iter_rows():

@@ -10,7 +10,7 @@ import json
 import sys
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
-from itertools import groupby, islice
+from itertools import groupby
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -21,12 +21,13 @@ from torch.utils.data import DataLoader
 from transformers import PreTrainedModel
 
 from .calibration import FIELDS, Calibration
-from .checks import read_json
+from .checks import read_json, reason_of
 from .classifiers import forward, transform_for
+from .data.containers import MOST_BYTES, OutOfReach
 from .data.sources import Piece, Source, load
-from .files import make_folder, write_text
+from .files import UNFINISHED, make_folder, write_text
 from .questions import Question
-from .rows import Row, row, written_to
+from .rows import NAMES, Digest, Row, row, written_to
 from .scores import NotFinite, head_logits
 
 RECORD = "_predict.json"  # of a folder of shards: what they are answers to; readers of Parquet pass over the name
@@ -71,6 +72,8 @@ class _Images(torch.utils.data.Dataset):
                     groups.append([])
                 groups[-1].append(image)
                 errors.append(None)
+            except OutOfReach:  # it may be there later
+                raise
             except (OSError, ValueError) as error:
                 errors.append(str(error))
         return Batch(keys[0][0], [name for _, name, _ in keys], errors, [torch.stack(images) for images in groups])
@@ -203,6 +206,7 @@ class Predictor:
         config = self.model.config
         own = {name: value for name, value in config.to_dict().items() if name not in ELSEWHERE}
         own |= {name: getattr(config, name, None) for name in FIELDS}
+        own["transform"] = transform_for(self.model).described()
         digest = hashlib.sha256(json.dumps(own, sort_keys=True, default=str).encode())
         for name, weights in sorted(self.model.state_dict().items()):
             digest.update(name.encode())
@@ -220,6 +224,8 @@ class Predictor:
 class Shards:
     """A folder of shards, some of which may be there already; one of another model, question or source is refused.
 
+    `broken` counts images of shards that were there which could not be read.
+
     Args:
         folder: Is made where there is none.
         predictor: The model and its questions.
@@ -229,7 +235,7 @@ class Shards:
 
     def __init__(self, folder: str | Path, predictor: Predictor, source: Source, size: int) -> None:
         self.folder, self.predictor, self.source, self.size = make_folder(folder), predictor, source, size
-        self.seen = self.images = 0
+        self.seen = self.images = self.broken = 0
         self.record = json.loads(json.dumps({**predictor.record(source, size), "images": None}))
         held = any(self.folder.glob("*.parquet"))  # looked at first: another process may begin now
         stored = read_json(self.folder / RECORD) if (self.folder / RECORD).exists() else None
@@ -250,23 +256,34 @@ class Shards:
         """The file of a shard."""
         return self.folder / f"part-{shard:06d}.parquet"
 
-    def missing(self) -> Iterator[tuple[int, list[Piece]]]:
-        """The shards that are not there; one that is and has other images than the source is refused."""
+    def missing(self, rank: int = 0, world_size: int = 1) -> Iterator[tuple[int, list[Piece]]]:
+        """A process's own shards that are not there; one that is and has other images than the source is refused."""
         self.seen = self.images = 0
         for shard, pieces in enumerate(self.source.shards(self.size)):
-            number = sum(len(piece.items) for piece in pieces)
-            self.seen, self.images = shard + 1, self.images + number
-            if self.path(shard).exists():
-                self._check(shard, pieces[0].name(), number * len(self.predictor.answers))
-            else:
-                yield shard, pieces
+            self.seen, self.images = shard + 1, self.images + sum(len(piece.items) for piece in pieces)
+            if shard % world_size == rank:
+                if not self.path(shard).exists():
+                    yield shard, pieces
+                else:
+                    self._check(shard, pieces)
 
-    def _check(self, shard: int, name: str, number: int) -> None:
-        file = pq.ParquetFile(self.path(shard))
-        first = next(file.iter_batches(1, columns=["image"]))["image"][0].as_py()
-        if (first, file.metadata.num_rows) != (name, number):
-            text = f"{self.path(shard)} has {file.metadata.num_rows} rows from {first} on, the source {number} from"
-            raise ValueError(f"{text} {name}: its images are others now; choose another folder.")
+    def _check(self, shard: int, pieces: list[Piece]) -> None:
+        try:
+            found = pq.read_metadata(self.path(shard))
+        except (OSError, ValueError) as error:
+            text = f"{self.path(shard)} cannot be read ({reason_of(error)})"
+            raise ValueError(f"{text}: remove it, and the same command writes it again.") from error
+        names = Digest().add(piece.name(place) for piece in pieces for place in range(len(piece.items)))
+        if (found.metadata or {}).get(NAMES.encode()) != names.text().encode():
+            text = f"{self.path(shard)} has other images than the source has in its place, from {pieces[0].name()} on"
+            raise ValueError(f"{text}: some came or went; choose another folder.")
+        groups = map(found.row_group, range(found.num_row_groups))
+        columns = (column for group in groups for column in map(group.column, range(group.num_columns)))
+        errors = [column for column in columns if column.path_in_schema == "error"]
+        rows = sum(column.num_values - column.statistics.null_count for column in errors)
+        self.broken += rows // len(self.predictor.answers)
+        if self.broken and self.predictor.on_bad_image == "error":
+            raise ValueError(f"{self.path(shard)} has images that cannot be read: its column `error` says which.")
 
     def write(
         self, pieces: Iterable[tuple[int, Iterable[Piece]]], number: int | None = None, shown: bool = True
@@ -289,29 +306,42 @@ class Shards:
 
     def write_share(self, rank: int, world_size: int) -> None:
         """Write every shard that is not there, and of several processes every W-th."""
-        own = ((shard, pieces) for shard, pieces in self.missing() if shard % world_size == rank)
-        self.write(own, self.number(rank, world_size), shown=rank == 0)
+        number = self.number(rank, world_size) if rank == 0 else None  # for the bar
+        self.write(self.missing(rank, world_size), number, shown=rank == 0)
 
     def finish(self) -> int:
         """How many shards are not there, after all were gone through; where none is, the record says so."""
         left = sum(not self.path(shard).exists() for shard in range(self.seen))
-        if len(list(self.folder.glob("part-*.parquet"))) > self.seen - left:
+        numbers = (path.stem.removeprefix("part-") for path in self.folder.glob("part-*.parquet"))
+        if any(not number.isdecimal() or int(number) >= self.seen for number in numbers):
             raise ValueError(
                 f"{self.folder} has more files than the source images: it lost some; choose another folder."
             )
         if not left:
             self.record["images"] = self.images
             self._write_record()
+            for path in self.folder.glob(f"{UNFINISHED}-*.parquet"):  # of processes that were killed
+                path.unlink(missing_ok=True)
         return left
 
 
 def _batches(
     shards: Iterable[tuple[int, Iterable[Piece]]], source: Source, size: int
 ) -> Iterator[list[tuple[int, str, Any]]]:
-    """The keys of every batch; none is of two shards, so that a shard is the same whatever was there before."""
+    """The keys of every batch; none is of two shards, so that a shard is the same whatever was there before.
+
+    A batch ends early where images that were read already are large.
+    """
     for shard, pieces in shards:
-        images = source.read(pieces)
-        while batch := [(shard, *image) for image in islice(images, size)]:
+        batch, held = [], 0
+        for name, stored in source.read(pieces):
+            batch.append((shard, name, stored))
+            own = stored.get("bytes") if isinstance(stored, dict) else stored
+            held += len(own) if isinstance(own, bytes) else 0
+            if len(batch) == size or held >= MOST_BYTES:
+                yield batch
+                batch, held = [], 0
+        if batch:
             yield batch
 
 

@@ -7,6 +7,7 @@ apostrophe before it. A CSV file begins with a byte order mark, without which Ex
 """
 
 import csv
+import hashlib
 import json
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
@@ -19,6 +20,7 @@ from .shell import printable
 BETWEEN = " | "  # names of a set in one cell: no separator of columns in any country
 FORMULA = ("=", "+", "-", "@")  # how a cell begins that a spreadsheet would compute
 TOGETHER = 8192  # rows of a Parquet file that are written at once
+NAMES = "avgk_images"  # in a Parquet file of rows: `Digest` of the names of its images
 Row = Mapping[str, Any]
 
 
@@ -26,7 +28,37 @@ def row(image: str, asked: tuple[str, float], found: list[dict[str, Any]], error
     """One row: the set of an image, or the reason why it has none."""
     name, value = asked
     value = int(value) if float(value).is_integer() else value
-    return {"image": image, name: value, "size": len(found), "set": found, "error": error}
+    found = [{**each, "label": plain_text(each["label"])} for each in found]
+    error = None if error is None else plain_text(error)
+    return {"image": plain_text(image), name: value, "size": len(found), "set": found, "error": error}
+
+
+def plain_text(text: str) -> str:
+    r"""Text that can be written as UTF-8, which the names of files need not be.
+
+    >>> plain_text("café.png"), plain_text(b"caf\xe9.png".decode("utf-8", "surrogateescape"))
+    ('café.png', 'caf\\udce9.png')
+    """
+    return text.encode("utf-8", "backslashreplace").decode()
+
+
+class Digest:
+    """A digest of the names of images that follow each other, however many rows each of them has."""
+
+    def __init__(self) -> None:
+        self._hash, self._before = hashlib.sha256(), None
+
+    def add(self, names: Iterable[str]) -> "Digest":
+        """Take in further names."""
+        for name in map(plain_text, names):
+            if name != self._before:
+                self._hash.update(f"{len(name)} {name}".encode())
+            self._before = name
+        return self
+
+    def text(self) -> str:
+        """The digest of all so far."""
+        return self._hash.hexdigest()
 
 
 def cell(value: Any) -> str:
@@ -85,6 +117,7 @@ def _parquet_file(path: Path) -> Iterator[Callable[[Iterable[Row]], None]]:
     types["set"] = pa.list_(pa.struct({"label": pa.string(), "score": pa.float32()}))
 
     held: list[Row] = []
+    digest = Digest()
     writer: pq.ParquetWriter | None = None
 
     def write(rows: Iterable[Row], last: bool = False) -> None:
@@ -96,11 +129,13 @@ def _parquet_file(path: Path) -> Iterator[Callable[[Iterable[Row]], None]]:
             writer = pq.ParquetWriter(path, pa.schema([(name, types[name]) for name in held[0]]))
         if held and (last or len(held) >= TOGETHER):
             writer.write_table(pa.Table.from_pylist(held, writer.schema))
+            digest.add(each["image"] for each in held if "image" in each)
             held.clear()
 
     yield write
     write((), last=True)
     if writer is not None:
+        writer.add_key_value_metadata({NAMES: digest.text()})
         writer.close()
 
 

@@ -20,12 +20,15 @@ import torch
 from datasets import Dataset, DatasetDict, load_dataset
 from datasets import Image as StoredImage
 
+from avgk_hf import prediction
 from avgk_hf.classifiers import load_classifier
 from avgk_hf.cli import main
-from avgk_hf.data import image_files, sources
+from avgk_hf.data import containers, image_files, sources
+from avgk_hf.data.containers import OutOfReach, Part
 from avgk_hf.data.sources import Source
 from avgk_hf.prediction import RECORD, Predictor, Shards
 from avgk_hf.questions import Question
+from conftest import save_vit
 
 ROOT = Path(__file__).parent.parent
 SHARDS = ["--shard-size", "8", "--batch-size", "3"]
@@ -160,12 +163,15 @@ def test_a_killed_run_goes_on(expected, tmp_path, capsys):
     assert [path.name for path in parts] == ["part-000000.parquet", "part-000001.parquet"]
     assert json.loads((tmp_path / "sets" / RECORD).read_text())["images"] is None
     times = [path.stat().st_mtime_ns for path in parts]
-    assert main(command) == 0  # the broken image is in a shard that was there
-    assert "30 images in 4 files" in capsys.readouterr().err
+    assert main(command) == 1  # the broken image is in a shard that was there
+    said = capsys.readouterr().err
+    assert "30 images in 4 files; 1 images of files that were there cannot be read" in said
     assert [path.stat().st_mtime_ns for path in parts] == times
     assert rows_of(tmp_path / "sets") == expected
     assert json.loads((tmp_path / "sets" / RECORD).read_text())["images"] == 30
-    assert main(command) == 0 and rows_of(tmp_path / "sets") == expected  # nothing is left to do
+    assert main(command) == 1 and rows_of(tmp_path / "sets") == expected  # nothing is left to do
+    assert main([*command, "--on-bad-image", "error"]) == 2
+    assert "part-000001.parquet has images that cannot be read" in capsys.readouterr().err
 
 
 def run_processes(forks, number, before, *arguments) -> list:
@@ -255,11 +261,20 @@ def test_shards_of_other_weights_or_images_are_not_mixed(expected, tmp_path, cap
     shutil.copytree("model", tmp_path / "model")
     os.chdir(tmp_path)  # the fixture returns
     command = ["predict", "model", "folder", "--out", "sets", *SHARDS]
-    assert main(command) == 0 and "30 images in 4 files" in capsys.readouterr().err  # the same in another place
+    assert main(command) == 1 and "30 images in 4 files" in capsys.readouterr().err  # the same in another place
     shutil.copy("folder/ash/0.png", "folder/beech/00.png")
     assert main(command) == 2
-    assert "its images are others now; choose another folder" in capsys.readouterr().err
-    os.remove("folder/beech/00.png")
+    assert "some came or went; choose another folder" in capsys.readouterr().err
+    os.rename("folder/beech/00.png", "folder/beech/0.png")
+    os.rename("folder/ash/3.png", "folder/ash/3a.png")  # neither the first nor another number of them
+    assert main(command) == 2
+    assert "part-000000.parquet has other images than the source" in capsys.readouterr().err
+    os.rename("folder/ash/3a.png", "folder/ash/3.png")
+    whole = Path("sets/part-000002.parquet").read_bytes()
+    Path("sets/part-000002.parquet").write_bytes(b"")  # as a power failure leaves it
+    assert main(command) == 2
+    assert "part-000002.parquet cannot be read" in (said := capsys.readouterr().err) and "remove it, and" in said
+    Path("sets/part-000002.parquet").write_bytes(whole)
     shutil.copy("sets/part-000003.parquet", "sets/part-000004.parquet")  # as if there had been more images
     assert main(command) == 2 and "it lost some; choose another folder" in capsys.readouterr().err
     os.remove("sets/part-000004.parquet")
@@ -284,7 +299,10 @@ def test_what_cannot_be_meant_is_refused(place, tmp_path, capsys, monkeypatch):
         (["saved"], "saved has the splits test, train: choose one with `--split`"),
         (["saved", "--split", "test", "--image-column", "x"], "saved has no column 'x', only ['image']"),
         (["folder", "--split", "test"], "--split test is for a dataset, and folder is none"),
-        (["folder", "--shard-size", "0"], "--shard-size=0 must be a whole number"),
+        (["folder", "--out", "none", "--shard-size", "0"], "--shard-size=0 must be a whole number"),
+        (["folder", "--csv", "--shard-size", "3"], "--shard-size is for a folder of files"),
+        (["folder/ash/0.png", "--image-column", "photo"], "--image-column photo is for Parquet and datasets"),
+        (["parquet", "--image-column", "label"], "'label' holds no images but int64"),
         (["folder", "--workers", "-1"], "--workers=-1 must be a whole number"),
         (["folder", "--engine", "ray", "--csv"], "name a folder for them, e.g. `--out sets`"),
         ([tmp_path / "no.parquet"], "no.parquet cannot be read as parquet"),
@@ -298,6 +316,8 @@ def test_what_cannot_be_meant_is_refused(place, tmp_path, capsys, monkeypatch):
     monkeypatch.setenv("WORLD_SIZE", "2")
     assert main(["predict", "model", "folder", "--out", "sets.csv"]) == 2
     assert "name a folder for them" in capsys.readouterr().err
+    assert main(["predict", "model", "folder", "--out", str(tmp_path / "sets"), "--engine", "ray"]) == 2
+    assert "run the command without a launcher" in capsys.readouterr().err
 
 
 def test_bf16_and_progress(expected, tmp_path, capsys):
@@ -352,7 +372,7 @@ def test_a_source_leads_to_no_other_files(place, tmp_path, capsys):
 def test_a_line_of_a_list_is_no_address(place, tmp_path, monkeypatch):
     """Also where the list is in the folder of the command, and with `--allow-outside`."""
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(sources, "HfFileSystem", lambda: pytest.fail("the Hub is asked"))
+    monkeypatch.setattr(containers, "HfFileSystem", lambda: pytest.fail("the Hub is asked"))
     names = [f"hf://datasets/a/b/c.{ending}" for ending in ("tar", "png")]
     Path("list.txt").write_text("\n".join(names))
     for allow_outside in (False, True):
@@ -360,13 +380,22 @@ def test_a_line_of_a_list_is_no_address(place, tmp_path, monkeypatch):
         (tar, error), (image, stored) = source.read(source.pieces())
         assert tar.startswith("./hf://") and "No such file" in str(error) and stored == image == names[1]
     Path("list.txt").write_text("hf://datasets/a/b/c.parquet")
-    with pytest.raises(ValueError, match="cannot be read as parquet"):
-        next(Source(["list.txt"]).pieces())
+    source = Source(["list.txt"])
+    ((_, error),) = source.read(source.pieces())
+    assert "cannot be read as parquet" in str(error)
+
+
+def content(stored):
+    """The bytes of an image of a tar, or why there are none."""
+    try:
+        return stored.read() if isinstance(stored, Part) else stored
+    except ValueError as error:
+        return error
 
 
 def test_a_tar_is_read_within_bounds(place, tmp_path, monkeypatch):
     """Nothing is unpacked, large parts are not read, links are passed over, and what is cut off is said."""
-    monkeypatch.setattr(sources, "MOST_BYTES", 20_000)
+    monkeypatch.setattr(containers, "MOST_BYTES", 20_000)
     image = Path("folder/ash/0.png")
     with tarfile.open(tmp_path / "a.tar", "w") as tar:
         tar.add(image, "../../escaped.png")
@@ -390,11 +419,11 @@ def test_a_tar_is_read_within_bounds(place, tmp_path, monkeypatch):
     found = {}
     for name in "abcd":
         source = Source([str(tmp_path / f"{name}.tar")])
-        found[name] = [(image.partition("::")[2], stored) for image, stored in source.read(source.pieces())]
+        found[name] = [(image.partition("::")[2], content(stored)) for image, stored in source.read(source.pieces())]
     assert sorted(tmp_path.rglob("*")) == before
     assert [name for name, _ in found["a"]] == ["../../escaped.png", "large.png", "last.png"]
     assert [stored for _, stored in found["a"]][::2] == [image.read_bytes()] * 2
-    assert "has 30000 bytes, the limit is 20000" in str(found["a"][1][1])
+    assert "30000 bytes in one image, the limit is 20000" in str(found["a"][1][1])
     assert found["b"][0] == ("first.png", image.read_bytes()) and "bytes in one part" in str(found["b"][1][1])
     for name in "cd":
         assert "cannot be read as a tar without compression" in str(found[name][-1][1])
@@ -405,14 +434,173 @@ def test_rows_of_one_large_group_are_read_once(place, monkeypatch):
     opened = []
     iterate = pq.ParquetFile.iter_batches
     monkeypatch.setattr(pq.ParquetFile, "iter_batches", lambda *a, **k: opened.append(a) or iterate(*a, **k))
-    for file, column, groups in (("bytes.parquet", "photo", [0]), ("parquet/0.parquet", "image", [1, 2])):
+    for file, column, groups in (("bytes.parquet", "photo", [0]), ("parquet/0.parquet", "image", [1])):
         opened.clear()
         source = Source([file], column=column)
         images = [list(source.read(shard)) for number, shard in enumerate(source.shards(7)) if number % 2]
-        assert [given[2] for given in opened] == [groups]
+        assert [given[2][0] for given in opened] == groups
         every = list(source.read(source.pieces()))
         wanted = [image for number, image in enumerate(every) if number // 7 % 2]
         assert [image for shard in images for image in shard] == wanted
+
+
+def header(name: str, size: int, kind: bytes = tarfile.REGTYPE) -> bytes:
+    """The header of a file in a tar, of any size."""
+    block = bytearray(tarfile.TarInfo(name).tobuf(tarfile.USTAR_FORMAT))
+    block[124:136], block[156:157], block[148:156] = (2**96 + size).to_bytes(13, "big")[1:], kind, b" " * 8
+    if size >= 0:
+        block[124:136] = b"%011o\0" % size
+    block[148:156] = b"%06o\0 " % sum(block)
+    return bytes(block)
+
+
+@pytest.mark.parametrize(
+    "tar",
+    [
+        header("a.txt", -512) + bytes(10_000),  # for ever the same header
+        header("a.png", -1) + bytes(10_000),  # all that is left
+        (header("x", 1, tarfile.GNUTYPE_LONGNAME) + bytes(512)) * 1500,
+    ],
+    ids=["backwards", "minus one", "names of names"],
+)
+def test_hostile_tars_end(tar, place, tmp_path):
+    (tmp_path / "a.tar").write_bytes(header("b.png", 0) + tar)
+    source = Source([str(tmp_path / "a.tar")])
+    found = [item for piece in itertools.islice(source.pieces(), 3) for item in piece.items]
+    assert [first for _, first, _ in found] == [512, -1] and "cannot be read as a tar" in found[1][0]
+
+
+def test_a_broken_group_spoils_the_same_rows_for_every_reader(place, tmp_path):
+    """Whoever begins where: the images of other row groups are read."""
+    table = pq.read_table("bytes.parquet")
+    pq.write_table(table, tmp_path / "a.parquet", row_group_size=10, compression="none", use_dictionary=False)
+    whole = bytearray((tmp_path / "a.parquet").read_bytes())
+    start = pq.ParquetFile(tmp_path / "a.parquet").metadata.row_group(1).column(0).data_page_offset
+    whole[start : start + 40] = bytes([255]) * 40
+    (tmp_path / "a.parquet").write_bytes(whole)
+
+    def read(shards) -> dict[int, bool]:
+        source = Source([str(tmp_path / "a.parquet")], column="photo")
+        chosen = [shard for number, shard in enumerate(source.shards(4)) if number in shards]
+        found = [image for shard in chosen for image in source.read(shard)]
+        return {int(name.rpartition("::")[2]): isinstance(stored, ValueError) for name, stored in found}
+
+    every = read(range(8))
+    assert every == {row: 10 <= row < 20 for row in range(30)}
+    for shards in ([4, 6], [5], [2, 3, 7], [3]):
+        assert read(shards) == {
+            row: every[row] for shard in shards for row in range(4 * shard, min(4 * shard + 4, 30))
+        }
+
+
+def test_a_small_file_of_large_rows_is_read_row_by_row(tmp_path):
+    """The same megabyte 64 times in a few hundred bytes: one of them is held at a time, and batches end early."""
+    column = pa.array([bytes(2**20)] * 64, pa.binary())
+    pq.write_table(pa.table({"image": column}), tmp_path / "a.parquet", compression="zstd", use_dictionary=True)
+    assert (tmp_path / "a.parquet").stat().st_size < 5_000
+    source = Source([str(tmp_path / "a.parquet")])
+    before = pa.total_allocated_bytes()
+    for _, stored in source.read(source.pieces()):
+        assert len(stored) == 2**20 and pa.total_allocated_bytes() - before < 2**24
+
+
+def test_large_rows_are_refused_and_batches_bounded(tmp_path, monkeypatch):
+    pq.write_table(pa.table({"image": [bytes(10), bytes(30), bytes(10), bytes(10)]}), tmp_path / "a.parquet")
+    monkeypatch.setattr(containers, "MOST_BYTES", 20)
+    monkeypatch.setattr(prediction, "MOST_BYTES", 20)
+    with monkeypatch.context() as reading:
+        reading.setattr(containers.Bounded, "read", lambda self, size: self.file.read(size))
+        source = Source([str(tmp_path / "a.parquet")])
+        batches = list(prediction._batches([(0, source.pieces())], source, 64))
+    assert [len(batch) for batch in batches] == [3, 1]
+    assert "a row has 30 bytes, the limit is 20" in str(batches[0][1][2])
+
+
+def test_the_hub_that_does_not_answer_ends_a_run(place, tmp_path, monkeypatch):
+    """And is no fault of an image: nothing of that shard is written, and the same command goes on."""
+    real = containers.Bounded._tried
+
+    def fails(self, call, value):
+        if call == self.file.read and value == 30_000:
+            raise TimeoutError("no answer")
+        return real(self, call, value)
+
+    monkeypatch.setattr(containers.Bounded, "_tried", fails)
+    image = Part("folder/ash/0.png", 0, 30_000)
+    with pytest.raises(TimeoutError):
+        image.read()
+    monkeypatch.setattr(sources, "load", lambda *_: None)
+
+    def out_of_reach(*_):
+        raise OutOfReach("hf://x cannot be read from the Hub now (no answer); start the same command again.")
+
+    monkeypatch.setattr(prediction, "load", out_of_reach)
+    assert main(["predict", "model", "folder", "--out", str(tmp_path / "sets"), *SHARDS, "--workers", "0"]) == 2
+    assert not list((tmp_path / "sets").glob("part-*"))
+
+
+def test_names_that_are_no_utf8_are_written(place, tmp_path):
+    """Of files, and of members of a tar."""
+    folder = tmp_path / "photos"
+    folder.mkdir()
+    name = os.fsdecode(b"caf\xe9.png")
+    shutil.copy("folder/ash/0.png", folder / name)
+    with tarfile.open(tmp_path / "photos" / "a.tar", "w") as tar:
+        tar.add("folder/ash/0.png", name)
+    for out in ("sets", "sets.jsonl", "sets.csv"):
+        command = ["predict", "model", str(folder), "--out", str(tmp_path / out)]
+        assert main(command) == 0
+    rows = rows_of(tmp_path / "sets")
+    assert [row["image"].rpartition("/")[2] for row in rows] == ["a.tar::caf\\udce9.png", "caf\\udce9.png"]
+    assert main([*command[:-1], str(tmp_path / "sets")]) == 0  # their names are those of the source
+
+
+def test_other_preprocessing_is_another_model(tmp_path, image_folder, capsys):
+    """A foreign classifier's image processor counts."""
+    save_vit(tmp_path / "vit")
+    calibrate = ["calibrate", str(tmp_path / "vit"), str(image_folder), "--k", "1", "2", "--out", str(tmp_path / "m")]
+    assert main(calibrate) == 0
+    command = ["predict", str(tmp_path / "m"), "folder/ash", "--out", str(tmp_path / "sets"), "--k", "2"]
+    assert main(command) == 0
+    path = tmp_path / "m" / "preprocessor_config.json"
+    path.write_text(json.dumps({**json.loads(path.read_text()), "image_mean": [0.1, 0.2, 0.3]}))
+    assert main(command) == 2 and "holds sets of another model" in capsys.readouterr().err
+
+
+def test_shards_that_others_write_meanwhile_are_no_fault(place, tmp_path, monkeypatch):
+    """While a process counts, another one ends a shard; what killed ones left behind goes in the end."""
+    predictor, size = Predictor(load_classifier("model"), [Question()]), 8
+    shards, others = (Shards(tmp_path / "sets", predictor, Source(["folder"]), size) for _ in range(2))
+    (tmp_path / "sets" / ".unfinished-abc.parquet").touch()
+    shards.write_share(0, 2)
+    exists = Path.exists
+
+    def slowly(path):
+        found = exists(path)
+        if path.name == "part-000001.parquet" and not found:
+            meanwhile.undo()
+            others.write_share(1, 2)
+        return found
+
+    with monkeypatch.context() as meanwhile:
+        meanwhile.setattr(Path, "exists", slowly)
+        assert shards.finish() <= 2
+    assert others.finish() == 0 and not list((tmp_path / "sets").glob(".unfinished*"))
+    assert len(rows_of(tmp_path / "sets")) == 30
+
+
+def test_links_to_folders_are_followed_or_named(place, tmp_path):
+    folder = tmp_path / "photos"
+    (folder / "own").mkdir(parents=True)
+    shutil.copy("folder/ash/0.png", folder / "own" / "a.png")
+    (folder / "theirs").symlink_to(Path("folder/beech").resolve())
+    (folder / "own" / "up").symlink_to(folder)  # and round again
+    errors = {row["image"]: row["error"] for row in predict(tmp_path / "sets", folder)}
+    assert [name for name, error in errors.items() if error is None] == [str(folder / "own" / "a.png")]
+    assert {Path(name).name for name, error in errors.items() if error} == {"theirs", "up"}
+    found = predict(tmp_path / "all", folder, "--allow-outside")
+    assert str(folder / "theirs" / "0.png") in [row["image"] for row in found]
+    assert len(found) == 2 + len(list(Path("folder/beech").iterdir()))
 
 
 @pytest.mark.long

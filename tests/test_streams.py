@@ -11,12 +11,12 @@ from pathlib import Path
 import pyarrow.parquet as pq
 import pytest
 import torch
-from datasets import ClassLabel, Features, Image, IterableDataset, Value
+from datasets import ClassLabel, Features, Image, IterableDataset, List, Value
 from hub_server import HubServer
 
 from avgk_hf.classifiers import load_classifier
 from avgk_hf.cli import main
-from avgk_hf.data import Stream, load_splits, load_streams
+from avgk_hf.data import Stream, load_splits, load_streams, streams
 from avgk_hf.evaluation import calibrate, evaluate
 from conftest import CLASSES, made_once, save_vit
 
@@ -114,6 +114,27 @@ def test_an_iterable_dataset_of_ones_own(place, splits):
         calibrate(model, stream.remove_columns("image"), [2])
 
 
+def test_rows_of_a_stranger_lead_nowhere(place, tmp_path, monkeypatch):
+    """Not to an address, not to memory without end, and a label is one class."""
+    model = load_classifier(str(place / "usual"))
+    features = Features(image=Image(), label=ClassLabel(names=CLASSES))
+
+    def stream(path):
+        row = {"image": {"bytes": None, "path": path}, "label": 0}
+        return IterableDataset.from_generator(lambda: iter([row]), features=features)
+
+    monkeypatch.setattr(streams.fsspec, "open", lambda *_: io.BytesIO(bytes(100)))
+    for path in ("http://127.0.0.1/x.png", "zip://x.png::http://127.0.0.1/x.zip"):
+        with pytest.raises(ValueError, match="is an address, and none of the Hub"):
+            evaluate(model, stream(path), [2])
+    monkeypatch.setattr(streams, "MOST_BYTES", 50)
+    with pytest.raises(ValueError, match="has more than 50 bytes"):
+        evaluate(model, stream("hf://datasets/a/b@c/x.png"), [2])
+    lists = Features(image=Image(), label=List(Value("int64")))
+    with pytest.raises(ValueError, match="the column 'label' holds no classes"):
+        Stream(IterableDataset.from_generator(lambda: iter(()), features=lists))
+
+
 def test_broken_images_of_a_stream_are_left_out(place, splits, tmp_path, capsys):
     """Opened by their own processes, and the others give what they give in a dataset without the broken ones."""
     rows = list(stored_bytes(splits["test"]))
@@ -146,6 +167,11 @@ REFUSED = {
     ),
     "images again": (["images", "--streaming", "--unsure", "3"], "--unsure looks at images again"),
     "what needs all rows": (["images", "--streaming", "--validation-per-class", "2"], "needs all rows"),
+    "a seed": (["images", "--streaming", "--seed", "3"], "--seed 3 is that of generated glyphs"),
+    "another seed": (
+        ["images", "--streaming", "--split-seed", "3"],
+        "--split-seed 3 goes with --validation-per-class",
+    ),
     "what is not copied": (["glyphs", "--streaming"], "takes no room by being loaded as usual"),
     "another column": (["tars", "--streaming"], "has no column 'image'"),
 }

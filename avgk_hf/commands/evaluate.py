@@ -54,7 +54,7 @@ def shared_arguments(parser: argparse.ArgumentParser, split: str) -> None:
     parser.add_argument("--per-class", action="store_true", help="coverage thresholds for each class")
     parser.add_argument("--batch-size", **BATCH_SIZE)
     parser.add_argument("--workers", type=int, default=0, help="processes that read images (%(default)s)")
-    parser.add_argument("--seed", type=int, default=0, help="seed of generated glyphs (%(default)s)")
+    parser.add_argument("--seed", type=int, help="seed of generated glyphs (0)")
     parser.add_argument("--image-column", default="image", help="column that holds the images (%(default)s)")
     parser.add_argument("--label-column", default="label", help="column that holds the classes (%(default)s)")
     as_it_comes = (
@@ -65,7 +65,7 @@ def shared_arguments(parser: argparse.ArgumentParser, split: str) -> None:
     parser.add_argument("--num-examples", type=int, metavar="N", help=number)
     taken = "take so many images of each class from train (as many as the model's training took from this dataset)"
     parser.add_argument("--validation-per-class", type=int, help=taken)
-    parser.add_argument("--split-seed", type=int, default=0, help="which of them, as in training (%(default)s)")
+    parser.add_argument("--split-seed", type=int, help="which of them, as in training (0)")
     label_arguments(parser)
     bad = "refuse an image that cannot be read, or leave it out and say so (skip; error with --num-examples)"
     parser.add_argument("--on-bad-image", **{**BAD_IMAGES, "default": None, "help": bad})
@@ -163,12 +163,19 @@ def read_split(args: argparse.Namespace, config: Any, unlabelled: bool = False) 
         raise ValueError(
             "--validation-per-class needs all rows, which --streaming does not keep: leave one of them out."
         )
+    if args.seed is not None and args.dataset != "glyphs":
+        raise ValueError(f"--seed {args.seed} is that of generated glyphs: leave it out.")
+    if args.split_seed is not None and args.validation_per_class is None:
+        raise ValueError(
+            f"--split-seed {args.split_seed} goes with --validation-per-class: add it, or leave both out."
+        )
     if args.num_examples is not None and not args.streaming:
         raise ValueError(f"--num-examples {args.num_examples} is for --streaming: add it, or leave the number out.")
     if args.streaming:
         splits = load_streams(args.dataset, num_examples=args.num_examples, **how)
     else:
-        how |= {"seed": args.seed, "split_seed": args.split_seed, "validation_per_class": args.validation_per_class}
+        how |= {"seed": args.seed or 0, "split_seed": args.split_seed or 0}
+        how["validation_per_class"] = args.validation_per_class
         splits = load_splits(args.dataset, **how, allow_new_classes=True)  # the model's classes count
     name = args.split
     if args.validation_per_class is not None and is_first_process():

@@ -26,6 +26,7 @@ from .options import (
 
 HELP = "the predicted set of each image, printed or written: as many classes as it needs, best first"
 EXAMPLE = "avgk predict runs/plants photos --k 1 2 5 --out sets.csv"
+SHARD = 8192
 SOURCE = "image files, folders, lists (.txt), WebDataset .tar, .parquet, saved datasets, or datasets on the Hub"
 
 
@@ -48,14 +49,14 @@ def arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--bf16", action="store_true", help="compute in bfloat16, which new accelerators do faster")
     parser.add_argument("--on-bad-image", **{**BAD_IMAGES, "default": "skip"})
     parser.add_argument("--split", help="of a dataset with several")
-    parser.add_argument("--image-column", default="image", help="column that holds the images (%(default)s)")
+    parser.add_argument("--image-column", help="column that holds the images, in Parquet and datasets (image)")
     parser.add_argument("--allow-outside", **ALLOW_OUTSIDE)
     how = parser.add_mutually_exclusive_group()
     how.add_argument("--json", action="store_true", help="print JSON")
     how.add_argument("--csv", action="store_true", help="print CSV, a row for each image and K")
     out = "write them: .csv (for a spreadsheet), .jsonl or .parquet; or a folder, for as many as there are"
     how.add_argument("--out", metavar="FILE", help=out)
-    parser.add_argument("--shard-size", type=int, default=8192, help="images in a file of the folder (%(default)s)")
+    parser.add_argument("--shard-size", type=int, help=f"images in a file of the folder ({SHARD})")
     parser.add_argument("--engine", choices=("torch", "ray"), default="torch", help="ray: on the cluster that runs")
     parser.epilog = (
         f"For example `{EXAMPLE}`. Images that cannot be read are listed in the end, and the exit code is {LEFT_OUT}"
@@ -82,18 +83,18 @@ def run(args: argparse.Namespace) -> int:
     given = {name: getattr(args, name) for name in names} | {"per_class": per_class_of(args)}
     questions = [Question(k=k, **given) for k in args.k or [None]]
     check_whole("--batch-size", args.batch_size, 1)
-    check_whole("--shard-size", args.shard_size, 1)
+    size = SHARD if args.shard_size is None else check_whole("--shard-size", args.shard_size, 1)
     workers = _workers(args) if args.workers is None else check_whole("--workers", args.workers)
     source = Source(args.images, args.split, args.image_column, args.allow_outside)
     next(source.pieces())  # a source that is not there is refused before the model is loaded
-    device = best_device(join=False)
+    device = "cpu" if args.engine == "ray" else best_device(join=False)  # of the actors each has its own
     how = {"batch_size": args.batch_size, "workers": workers, "bf16": args.bf16, "on_bad_image": args.on_bad_image}
     predictor = Predictor(load_classifier(args.model).to(device), questions, **how)
     if args.coverage is not None and (approximate := promise(predictor.calibration)) is not None:
         print(approximate, file=sys.stderr)
     rank, world_size = launched()
     if to_folder:
-        shards = Shards(args.out, predictor, source, args.shard_size)
+        shards = Shards(args.out, predictor, source, size)
         if args.engine == "ray":
             from ..cluster import write_on_ray
 
@@ -101,7 +102,9 @@ def run(args: argparse.Namespace) -> int:
         else:
             shards.write_share(rank, world_size)
         _say_shards(args.out, shards)
+        already = shards.broken
     else:
+        already = 0
         with _output(args) as write:
             for rows in predictor.rows(source):
                 write(rows)
@@ -110,7 +113,7 @@ def run(args: argparse.Namespace) -> int:
     if world_size > 1:  # whatever started the processes would end the others
         return 0
     _check_some(predictor.tally)
-    return LEFT_OUT if predictor.tally.left_out else 0
+    return LEFT_OUT if predictor.tally.left_out or already else 0
 
 
 def _workers(args: argparse.Namespace) -> int:
@@ -126,9 +129,13 @@ def _to_folder(args: argparse.Namespace) -> bool:
         several = os.environ.get("WORLD_SIZE", "1") != "1"
         if several or args.engine != "torch":
             raise ValueError("several processes write files of their own: name a folder for them, e.g. `--out sets`.")
+        if args.shard_size is not None:
+            raise ValueError("--shard-size is for a folder of files: name one, e.g. `--out sets`.")
         if args.out:
             check_ending(args.out)
         return False
+    if args.engine == "ray" and os.environ.get("WORLD_SIZE", "1") != "1":
+        raise ValueError("--engine ray starts processes itself: run the command without a launcher.")
     for place in args.images:
         if Path(args.out).resolve().is_relative_to(Path(place).resolve()):
             raise ValueError(f"--out {args.out} lies in {place}, whose files are read: choose a folder elsewhere.")
@@ -139,7 +146,8 @@ def _say_shards(folder: str, shards: Any) -> None:
     left = shards.finish()
     text = f"{folder}: {shards.images} images in {shards.seen} files"
     left = f"; {left} of them are not there yet: other processes write them, or the same command does" if left else ""
-    print(printable(text + left), file=sys.stderr)
+    broken = f"; {shards.broken} images of files that were there cannot be read (`error` says why)"
+    print(printable(text + left + broken * bool(shards.broken)), file=sys.stderr)
 
 
 def _check_some(tally: Any) -> None:

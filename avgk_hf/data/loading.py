@@ -28,7 +28,7 @@ from .cub import is_cub, load_cub
 from .datasets import contract, split_validation, without_bars
 from .glyphs import load_glyphs
 from .plantnet import is_plantnet, load_plantnet
-from .streams import Stream, undecoded
+from .streams import Stream, anywhere, undecoded
 from .tiny_imagenet import is_tiny_imagenet, load_tiny_imagenet
 
 # archives as their authors publish them: how each is known, and what reads it for a column of classes
@@ -116,7 +116,8 @@ def load_streams(
         check_folder(folder)
     splits = _read(dataset, config_name, label_column, allow_outside, streaming=True)
     columns = _columns(splits, dataset, {"image": image_column, "label": label_column}, unlabelled)
-    names, check = {old: new for new, old in columns.items() if old != new}, None if allow_outside else Inside(dataset)
+    names = {old: new for new, old in columns.items() if old != new}
+    check = anywhere if allow_outside else Inside(dataset)
     made = {}
     for name, split in splits.items():
         rows = undecoded(split, columns["image"]).select_columns(list(columns.values()))

@@ -6,27 +6,22 @@ or a dataset was written by others (`boundary.py`); nothing is unpacked to disk,
 """
 
 import os
-import tarfile
-from bisect import bisect_right
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import nullcontext
 from dataclasses import dataclass, field
-from itertools import accumulate, islice
+from itertools import islice
 from pathlib import Path
 from typing import Any, NamedTuple
 
-import pyarrow.parquet as pq
 from datasets import Dataset, Image, load_dataset_builder, load_from_disk
-from huggingface_hub import HfFileSystem
 from PIL import Image as Pillow
 
 from ..checks import is_hub_id, reason_of
 from ..files import leads_out
 from ..images import known_formats
 from .boundary import REMEDY, check_builder, check_folder
+from .containers import HUB, Parquet, Part, tar_members
 
-LIST, TAR, PARQUET, HUB = ".txt", ".tar", ".parquet", "hf://"
-MOST_BYTES = 2**28  # of an image in a tar or on the Hub, and of a tar's header
+LIST, TAR, PARQUET = ".txt", ".tar", ".parquet"
 MOST_LINE = 2**14  # of a path in a list
 TOGETHER = 512  # images in a piece, or rows that are read at once
 SAVED = ("dataset_dict.json", "dataset_info.json")  # what `save_to_disk` writes
@@ -38,24 +33,37 @@ def image_suffixes() -> set[str]:
     return {suffix for suffix, kind in Pillow.registered_extensions().items() if kind in known}
 
 
-def walk(folder: str | Path, suffixes: Iterable[str], inside: str = "") -> Iterator[str]:
+def walk(folder: str | Path, suffixes: Iterable[str], links: bool = False, inside: str = "") -> Iterator[str]:
     """The files below a folder with one of the endings, relative to it, in order of their names; no hidden ones.
 
     The names of one folder are held at a time.
+
+    Args:
+        folder: The folder.
+        suffixes: The endings.
+        links: Whether links to folders are followed, unless they lead to one that they are in; others are named.
+        inside: Where to begin.
     """
     for entry in sorted(os.scandir(os.path.join(folder, inside)), key=lambda entry: entry.name):
         path = os.path.join(inside, entry.name)
         if entry.name[0] == ".":
             continue
-        if entry.is_dir(follow_symlinks=False):
-            yield from walk(folder, suffixes, path)
+        if entry.is_dir() and entry.is_symlink() and (not links or _turns_back(entry.path)):
+            yield path
+        elif entry.is_dir():
+            yield from walk(folder, suffixes, links, path)
         elif os.path.splitext(entry.name)[1].lower() in suffixes and entry.is_file():
             yield path
 
 
+def _turns_back(link: str) -> bool:
+    return Path(os.path.realpath(os.path.dirname(link))).is_relative_to(os.path.realpath(link))
+
+
 def image_files(folder: str | Path) -> list[Path]:
     """The files below a folder that `open_image` takes, in order of their names; hidden ones are left out."""
-    return [Path(folder, path) for path in walk(folder, image_suffixes())] if Path(folder).is_dir() else []
+    paths = (Path(folder, path) for path in walk(folder, image_suffixes())) if Path(folder).is_dir() else ()
+    return [path for path in paths if path.is_file()]
 
 
 class Piece(NamedTuple):
@@ -63,9 +71,10 @@ class Piece(NamedTuple):
 
     Args:
         kind: `"named"` (files, as the user named them), `"inside"` (files that have to be in the folder `place`),
-            `"hub"` (files there), or what `place` is: `"tar"`, `"parquet"` or `"saved"`.
+            `"hub"` (files there), or what `place` is: `"tar"`, `"parquet"`, `"saved"`, or `"broken"`.
         place: The folder or file that holds them.
-        items: Of each image the path, its place in the tar (name, first byte, bytes), or its row.
+        items: Of each image the path, its place in the tar (name, first byte, bytes), or its row; of a file that is
+            broken why, which counts as one image.
     """
 
     kind: str
@@ -75,6 +84,8 @@ class Piece(NamedTuple):
     def name(self, position: int = 0) -> str:
         """What one of the images is called."""
         item = self.items[position]
+        if self.kind == "broken":
+            return self.place
         if self.kind in ("tar", "parquet", "saved"):
             return f"{self.place}::{item[0] if self.kind == 'tar' else item}"
         return os.path.join(self.place, item)
@@ -98,19 +109,23 @@ class Source:
         places: Image files, lists of paths (`.txt`, relative to the list), WebDataset's `.tar`, `.parquet`, folders of
             images, tars and Parquet files, datasets written by `save_to_disk`, or ids of datasets on the Hub.
         split: Which split of a dataset.
-        column: The column of images in Parquet files and saved datasets.
+        column: The column of images in Parquet files and saved datasets, by default `image`.
         allow_outside: Whether links, lists and rows may lead to files of other folders.
     """
 
     places: Sequence[str]
     split: str | None = None
-    column: str = "image"
+    column: str | None = None
     allow_outside: bool = False
     _held: dict[str, Any] = field(default_factory=dict, init=False, repr=False)  # what is open
 
     def record(self) -> dict[str, Any]:
         """What it was made from."""
         return {name: value for name, value in vars(self).items() if name != "_held"}
+
+    @property
+    def _column(self) -> str:
+        return self.column or "image"
 
     def pieces(self) -> Iterator[Piece]:
         """All images, in an order that is always the same."""
@@ -150,7 +165,8 @@ class Source:
     def read(self, pieces: Iterable[Piece]) -> Iterator[tuple[str, Any]]:
         """Each image's name, and what `load` takes."""
         for piece in pieces:
-            reader = {"tar": _in_tar, "parquet": self._in_rows, "saved": self._in_rows}.get(piece.kind, self._in_files)
+            readers = {"tar": _in_tar, "parquet": self._in_rows, "saved": self._in_rows, "broken": _in_none}
+            reader = readers.get(piece.kind, self._in_files)
             for position, stored in enumerate(reader(piece)):
                 yield piece.name(position), stored
 
@@ -162,9 +178,12 @@ class Source:
         elif self.split is not None:
             raise ValueError(f"--split {self.split} is for a dataset, and {place} is none: leave it out.")
         elif os.path.isdir(place):
-            yield from self._of_files(walk(place, {*image_suffixes(), TAR, PARQUET}), "inside", place)
+            ends = {*image_suffixes(), TAR, PARQUET}
+            yield from self._of_files(walk(place, ends, self.allow_outside), "inside", place)
         elif os.path.isfile(place) and place.lower().endswith(LIST):
             yield from self._of_files(_lines(place), "inside", os.path.dirname(place))
+        elif self.column is not None and not place.lower().endswith(PARQUET):
+            raise ValueError(f"--image-column {self.column} is for Parquet and datasets, and {place} is none of them.")
         else:
             yield from self._of_files([place], "named")
 
@@ -183,7 +202,7 @@ class Source:
             file = path if kind == "hub" else os.path.join(root or os.curdir * path.startswith(HUB), path)
             if kind == "inside":
                 self._check_inside(file, root)
-            yield from _tar_pieces(file) if ending == TAR else [self._parquet_piece(file)]
+            yield from _tar_pieces(file) if ending == TAR else [self._parquet_piece(file, kind)]
         if images:
             yield Piece(kind, root, images)
 
@@ -197,10 +216,19 @@ class Source:
         if not self.allow_outside and leads_out(Path(path), Path(root)):
             raise ValueError(f"{path[:300]} leads out of {root or os.curdir}: {REMEDY}.")
 
-    def _parquet_piece(self, file: str) -> Piece:
-        reader = self._hold(file, lambda file: _Parquet(file, self.column))
-        if self.column not in reader.file.schema_arrow.names:
-            raise ValueError(_no_column(file, self.column, reader.file.schema_arrow.names))
+    def _parquet_piece(self, file: str, kind: str) -> Piece:
+        try:
+            reader = self._hold(file, lambda file: Parquet(file, self._column))
+        except ValueError as error:
+            if kind == "named":
+                raise
+            return Piece("broken", file, [str(error)])
+        if self._column not in reader.names:
+            raise ValueError(_no_column(file, self._column, reader.names))
+        if reader.fault:
+            raise ValueError(
+                f"{file}: {self._column!r} {reader.fault}; name that of the images with `--image-column`."
+            )
         return Piece("parquet", file, range(reader.starts[-1]))
 
     def _saved(self, folder: str) -> Dataset:
@@ -210,31 +238,36 @@ class Source:
         splits = load_from_disk(folder)
         splits = {splits.split or "train": splits} if isinstance(splits, Dataset) else splits
         dataset = splits[_split(folder, splits, self.split)]
-        if self.column not in dataset.column_names:
-            raise ValueError(_no_column(folder, self.column, dataset.column_names))
-        return dataset.select_columns(self.column).cast_column(self.column, Image(decode=False))
+        if self._column not in dataset.column_names:
+            raise ValueError(_no_column(folder, self._column, dataset.column_names))
+        return dataset.select_columns(self._column).cast_column(self._column, Image(decode=False))
 
     def _in_files(self, piece: Piece) -> Iterator[Any]:
         for path in (piece.name(position) for position in range(len(piece.items))):
             try:
                 if piece.kind == "inside":
                     self._check_inside(path, piece.place)
-                yield {"hub": path} if piece.kind == "hub" else path
+                if os.path.isdir(path):
+                    raise ValueError(f"{path[:300]} is a link to a folder: {REMEDY}.")
+                yield Part(path) if piece.kind == "hub" else path
             except ValueError as error:
                 yield error
 
     def _in_rows(self, piece: Piece) -> Iterator[Any]:
         if piece.kind == "saved":
             dataset = self._hold(piece.place, self._saved)
-            rows = (dataset[row][self.column] for row in piece.items)
+            rows = (dataset[row][self._column] for row in piece.items)
         else:
-            rows = self._hold(piece.place, lambda file: _Parquet(file, self.column)).rows(piece.items)
+            rows = self._hold(piece.place, lambda file: Parquet(file, self._column)).rows(piece.items)
         for row, stored in zip(piece.items, rows, strict=True):
             if isinstance(stored, str):
                 stored = {"path": stored}
             elif isinstance(stored, dict):
                 stored = {name: stored.get(name) for name in ("bytes", "path")}
-            if isinstance(stored, dict) and stored.get("bytes") is None and stored.get("path"):
+            path = stored.get("path") if isinstance(stored, dict) and stored.get("bytes") is None else None
+            if path is not None and not isinstance(path, str):
+                stored = ValueError(f"{piece.place}, row {row}, names no file but {str(path)[:100]!r}; remove it.")
+            elif path:
                 stored = os.path.join(os.path.dirname(piece.place), stored["path"])
                 if not self.allow_outside:
                     text = f"{piece.place}, row {row}, names the file {stored[:300]!r} and holds no image"
@@ -246,31 +279,11 @@ def load(stored: Any, transform: Any, name: str) -> Any:
     """The tensor (C, H, W) of an image that `Source.read` found; an error says why there is none."""
     if isinstance(stored, Exception):
         raise stored
-    if isinstance(stored, dict) and "hub" in stored:
-        with _Bounded(stored["hub"]) as file:
-            stored = file.read(MOST_BYTES)
+    if isinstance(stored, Part):
+        stored = stored.read()
     if stored is not None and not isinstance(stored, (str, bytes, dict)):
         raise ValueError(f"{name} is no image but {type(stored).__name__}; name their column with `--image-column`.")
     return transform.image({} if stored is None else stored, name)
-
-
-class _Bounded:
-    """A file of which no more is read at once than an image may have; tarfile would read any header whole."""
-
-    def __init__(self, place: str) -> None:
-        self.file = HfFileSystem().open(place) if place.startswith(HUB) else open(place, "rb")
-        self.seek, self.tell = self.file.seek, self.file.tell
-
-    def __enter__(self) -> "_Bounded":
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.file.close()
-
-    def read(self, size: int) -> bytes:
-        if size > MOST_BYTES:
-            raise tarfile.ReadError(f"{size} bytes in one part, the limit is {MOST_BYTES}")
-        return self.file.read(size)
 
 
 def _on_hub(place: str) -> bool:
@@ -322,67 +335,15 @@ def _lines(path: str) -> Iterator[str]:
 def _tar_pieces(path: str) -> Iterator[Piece]:
     """Where the images of a tar are; what cannot be read of it counts as one more, which has an error."""
     suffixes = image_suffixes()
-
-    def images() -> Iterator[tuple[str, int, int]]:
-        try:
-            with _Bounded(path) as file, tarfile.open(fileobj=file, mode="r:") as tar:
-                while (member := tar.next()) is not None:
-                    tar.members.clear()  # or they would all be held
-                    plain = member.isreg() and not member.issparse()
-                    if plain and os.path.splitext(member.name)[1].lower() in suffixes:
-                        yield member.name, member.offset_data, member.size
-        except (tarfile.TarError, OSError, ValueError) as error:
-            yield f"the rest cannot be read as a tar without compression ({reason_of(error)})", -1, 0
-
-    found = images()
+    found = (each for each in tar_members(path) if each[1] < 0 or os.path.splitext(each[0])[1].lower() in suffixes)
     while items := list(islice(found, TOGETHER)):
         yield Piece("tar", path, items)
 
 
 def _in_tar(piece: Piece) -> Iterator[Any]:
-    with _Bounded(piece.place) if piece.items[0][1] >= 0 else nullcontext() as file:
-        for name, first, size in piece.items:
-            if first < 0:
-                yield ValueError(f"{piece.place}: {name}; copy it again.")
-            elif size > MOST_BYTES:
-                yield ValueError(f"{piece.place}: {name} has {size} bytes, the limit is {MOST_BYTES}; remove it.")
-            else:
-                file.seek(first)
-                yield file.read(size)
+    for name, first, size in piece.items:
+        yield Part(piece.place, first, size) if first >= 0 else ValueError(f"{piece.place}: {name}; copy it again.")
 
 
-class _Parquet:
-    """One column of a Parquet file, row by row; going on from where it was read to costs nothing.
-
-    Attributes:
-        starts: The first row of every row group, and the number of rows.
-    """
-
-    def __init__(self, path: str, column: str) -> None:
-        try:
-            # not all of a row group at once: some files have only one
-            self.file = pq.ParquetFile(_Bounded(path).file, buffer_size=2**20, pre_buffer=False)
-        except Exception as error:  # of arrow, for a broken file
-            raise ValueError(f"{path} cannot be read as parquet ({reason_of(error)}); replace it.") from error
-        groups = range(self.file.num_row_groups)
-        self.starts = [0, *accumulate(self.file.metadata.row_group(group).num_rows for group in groups)]
-        self.path, self.column, self.at, self.values = path, column, -1, iter(())
-
-    def rows(self, wanted: range) -> Iterator[Any]:
-        group = bisect_right(self.starts, wanted.start) - 1
-        if not self.starts[group] <= self.at <= wanted.start:
-            self.at, self.values = self.starts[group], self._values(group)
-        while self.at < wanted.stop:
-            value, self.at = next(self.values), self.at + 1
-            if self.at > wanted.start:
-                yield value
-
-    def _values(self, first: int) -> Iterator[Any]:
-        groups, reason = list(range(first, self.file.num_row_groups)), "it is cut off"
-        try:
-            for batch in self.file.iter_batches(64, groups, [self.column], use_threads=False):
-                yield from batch.column(0).to_pylist()
-        except Exception as error:  # of arrow, for broken pages
-            reason = reason_of(error)
-        while True:
-            yield ValueError(f"{self.path}: this row cannot be read ({reason}); write the file again.")
+def _in_none(piece: Piece) -> Iterator[Any]:
+    yield from map(ValueError, piece.items)

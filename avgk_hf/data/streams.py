@@ -10,7 +10,7 @@ from itertools import islice
 from typing import Any
 
 import fsspec
-from datasets import ClassLabel, Features, Image, IterableDataset
+from datasets import ClassLabel, Features, Image, IterableDataset, Value
 from huggingface_hub.utils import tqdm
 from torch.utils.data import DataLoader, get_worker_info
 from torch.utils.data import IterableDataset as TorchStream
@@ -21,6 +21,7 @@ from ..checks import check_whole
 from ..processes import gather_list, rank, world_size
 from ..shell import printable
 from .classes import class_names, nfc
+from .containers import HUB, MOST_BYTES
 from .datasets import contract, image_fault
 from .transforms import ImageTransform
 
@@ -38,7 +39,7 @@ class Stream:
     Args:
         rows: The rows, whose columns have to be known.
         num_examples: n, where it is known; None to count them. Another number is refused when all were read.
-        check: Refuses the path of an image that may not be opened.
+        check: Refuses the path of an image that may not be opened; by default addresses, but for those of the Hub.
 
     Attributes:
         bad: {position: why} of images that are left out.
@@ -52,9 +53,11 @@ class Stream:
             raise ValueError(f"the stream has no column 'image', only {known}: rename the one with images, cast it.")
         self.column_names = [name for name in ("image", "label") if name in known]
         self.rows = undecoded(rows, "image").select_columns(self.column_names)
-        self.split, self.check, self.bad = rows.split, check, {}
+        self.split, self.check, self.bad = rows.split, check or on_disk_or_hub, {}
         self.num_examples = None if num_examples is None else check_whole("num_examples", num_examples, 1)
         feature = rows.features.get("label")
+        if not isinstance(feature, ClassLabel | Value | None):
+            raise ValueError(f"the column 'label' holds no classes but {feature}: name another one.")
         self.names = list(map(nfc, feature.names)) if isinstance(feature, ClassLabel) else None
         self._ids: dict[Any, int] = dict(enumerate(range(len(self.names or []))))  # of what `label` holds
 
@@ -144,11 +147,12 @@ class Stream:
         path = image.get("path") if isinstance(image, dict) and image.get("bytes") is None else None
         if path is None:
             return {**row, "image": image}
-        if self.check is not None:
-            self.check(path)
-        if "://" in path:  # on the Hub, which the check has seen to
+        self.check(path)
+        if "://" in path:
             with fsspec.open(path, "rb") as file:
-                image = {"bytes": file.read(), "path": path}
+                image = {"bytes": file.read(MOST_BYTES + 1), "path": path}
+            if len(image["bytes"]) > MOST_BYTES:
+                raise ValueError(f"{path[:300]} has more than {MOST_BYTES} bytes, the limit of an image; remove it.")
         return {**row, "image": image}
 
     def _faults(self, rows: list[Row]) -> list[tuple[int, str]]:
@@ -165,6 +169,17 @@ class Stream:
         made = transform({name: [row[name] for row in rows] for name in rows[0]})
         columns = zip(*made.values(), strict=True)
         return default_data_collator([dict(zip(made, values, strict=True)) for values in columns])
+
+
+def on_disk_or_hub(path: str) -> None:
+    """Refuse an address that is none of the Hub."""
+    place = path.rpartition("::")[2]
+    if "://" in place and not place.startswith(HUB):
+        raise ValueError(f"the image {path[:300]!r} is an address, and none of the Hub: fetch such images first.")
+
+
+def anywhere(path: str) -> None:
+    """Permit any path."""
 
 
 def undecoded(rows: IterableDataset, column: str) -> IterableDataset:

@@ -82,6 +82,10 @@ class ImageTransform:
         """One image as a tensor (C, H, W); the arguments are those of `open_image`."""
         return self.transform(open_image(image, self.mode, name, most_pixels))
 
+    def described(self) -> str:
+        """What is done to an image, as text: equal ones do the same."""
+        return f"{self.mode} {self.transform!r}"
+
     def __call__(self, batch: dict[str, list]) -> dict[str, list]:
         """A batch of examples as `datasets` hands it to `with_transform`."""
         if "image" not in batch:
@@ -127,7 +131,12 @@ class ProcessorTransform(ImageTransform):
     """
 
     def __init__(self, processor: Any) -> None:
+        self.processor = processor
         self.transform = partial(_processed, processor)  # which workers can be sent, as a lambda cannot
+
+    def described(self) -> str:
+        """The settings of the processor."""
+        return repr(sorted((name, str(value)) for name, value in self.processor.to_dict().items()))
 
 
 def _processed(processor: Any, image: Pillow.Image) -> torch.Tensor:
@@ -154,6 +163,6 @@ def prepare(
     transform = config if isinstance(config, ImageTransform) else ImageTransform(config, augmentation, keep)
     held = dataset.format["format_kwargs"].get("transform")
     if transform.kept is not None and isinstance(held, ImageTransform) and held.kept is not None:
-        if (repr(held.transform), held.mode) == (repr(transform.transform), transform.mode):
+        if held.described() == transform.described():
             return dataset
     return dataset.cast_column("image", Image(decode=False)).with_transform(transform)
