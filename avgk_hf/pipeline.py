@@ -6,8 +6,8 @@ Like the model, this file travels with a saved model as remote code.
 import base64
 from pathlib import Path
 from typing import Any
+from urllib.request import Request, urlopen
 
-import httpx
 import numpy as np
 import torch
 from transformers import Pipeline
@@ -117,8 +117,9 @@ def _fetch(source: str, timeout: float | None) -> str | bytes | dict[str, Any]:
     short = source if len(source) <= 100 else source[:100] + "..."
     if source.startswith(("http://", "https://")):
         try:
-            answered = httpx.get(source, timeout=timeout, follow_redirects=True).raise_for_status()
-            return {"bytes": answered.content, "path": short}
+            request = Request(source, headers={"User-Agent": "avgk_hf"})
+            with urlopen(request, timeout=timeout) as answer:
+                return {"bytes": answer.read(), "path": short}
         except Exception as error:  # of the network, or of an address that is none
             reason = " ".join(str(error).split())
             raise OSError(f"{short} cannot be loaded as an image ({reason}); check the address.") from error

@@ -2,7 +2,12 @@
 
 import ast
 import re
+import sys
+from importlib.metadata import PackageNotFoundError, packages_distributions, requires
 from pathlib import Path
+
+from packaging.requirements import Requirement
+from packaging.utils import canonicalize_name
 
 import avgk_hf
 
@@ -94,3 +99,40 @@ def test_public_names_exist_and_are_documented():
     for name in avgk_hf.__all__:
         assert getattr(avgk_hf, name) is not None
         assert name == "__version__" or f"`{name}" in page, f"{name} is not in docs/python.md"
+
+
+def needed(extras: str = "") -> set[str]:
+    """The packages that installing this one brings, by their names in lower case, with those of some extras."""
+    found, left = set(), [f"avgk_hf[{extras}]"]
+    while left:
+        wanted = Requirement(left.pop())
+        name = canonicalize_name(wanted.name)
+        if (name, *sorted(wanted.extras)) in found:
+            continue
+        found.add((name, *sorted(wanted.extras)))
+        try:
+            asked = requires(name) or []
+        except PackageNotFoundError:  # of another platform
+            continue
+        for text in asked:
+            marker = Requirement(text).marker
+            if marker is None or any(marker.evaluate({"extra": extra}) for extra in (*wanted.extras, "")):
+                left.append(text)
+    return {name for name, *_ in found}
+
+
+def test_what_is_imported_is_installed():
+    """Without the extras by all that has none of them; whatever else the developers' environment has is of no use."""
+    core, all_of_them = needed(), needed("app,demo,onnx,ray,sweep")
+    packages = packages_distributions()
+    for path in PACKAGE.rglob("*.py"):
+        tree = ast.parse(path.read_text())
+        at_once = {id(node) for node in tree.body}
+        of_page = path.parent.name == "app" or path.name == "app.py"
+        for node in ast.walk(tree):
+            names = [alias.name for alias in node.names] if isinstance(node, ast.Import) else []
+            names += [node.module] if isinstance(node, ast.ImportFrom) and not node.level else []
+            for name in {name.partition(".")[0] for name in names} - {*sys.stdlib_module_names, "avgk_hf"}:
+                owners = set(map(canonicalize_name, packages[name]))
+                known = core if id(node) in at_once and not of_page and "study" not in path.parts else all_of_them
+                assert owners & known, f"{path.relative_to(ROOT)} imports {name}, which installing it does not bring"

@@ -3,6 +3,10 @@
 import json
 import logging
 import re
+import threading
+from functools import partial
+from http.server import SimpleHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -143,6 +147,19 @@ def test_set_pipeline_on_a_dataset(saved, splits):
     classify = pipeline(TASK, model=str(folder), k=2.5)
     test = splits["test"].select(range(5))
     assert names(classify(test)) == names([classify(row["image"]) for row in test])
+
+
+def test_set_pipeline_fetches_an_address(saved, images):
+    """From a server on loopback; one that has no such image ends in a sentence."""
+    folder, _, _, expected = saved
+    handler = partial(SimpleHTTPRequestHandler, directory=str(Path(images[0]).parent))
+    with ThreadingHTTPServer(("127.0.0.1", 0), handler) as server:
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        url, sets = f"http://127.0.0.1:{server.server_port}", pipeline(TASK, model=folder)
+        assert names(sets([f"{url}/0.png"])) == expected[2][:1]
+        with pytest.raises(OSError, match=r"none.png cannot be loaded as an image \(HTTP Error 404"):
+            sets(f"{url}/none.png")
+        server.shutdown()
 
 
 def test_set_pipeline_bounds(saved, images):
