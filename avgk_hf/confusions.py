@@ -110,7 +110,7 @@ class Listed:
             )
         return rows
 
-    def groups(self, most: int) -> tuple[list[list[int]], np.ndarray]:
+    def groups(self, most: int) -> tuple[list[list[int]], np.ndarray, int]:
         """Groups of classes that are listed together, the most confused first, and how often each is.
 
         Two classes belong together by the share of the images of both whose set holds the other one too; groups grow
@@ -120,8 +120,8 @@ class Listed:
             most: Classes in all groups together, at most.
 
         Returns:
-            The groups, and the share (m, m) of the images of a class, by row, whose sets hold another, by column, for
-            the m classes of the groups in their order.
+            The groups; the share (m, m) of the images of a class, by row, whose sets hold another, by column, for the
+            m classes of the groups in their order; and how many classes are in groups for which there was no room.
         """
         number, images = len(self.names), np.bincount(self.labels, minlength=len(self.names))
         own, other, times = self.counts()
@@ -151,7 +151,7 @@ class Listed:
         shown = (position[own] >= 0) & (position[other] >= 0)
         shares = np.zeros((len(ids), len(ids)))
         shares[position[own[shown]], position[other[shown]]] = times[shown] / images[own[shown]]
-        return found, shares
+        return found, shares, len(group_of) - len(ids)
 
     def rows(self, images: Sequence[int]) -> list[Row]:
         """Rows as `avgk predict` writes them, of some images, with their true class where it is known."""

@@ -12,6 +12,7 @@ from typing import Any
 
 import datasets
 import torch
+from huggingface_hub.utils import tqdm
 from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor
@@ -83,7 +84,9 @@ def _compute(model: AvgKForImageClassification, images: datasets.Dataset, batch_
     was_training = model.training
     model.eval()
     features = []
-    for batch in DataLoader(images, batch_size, collate_fn=collate):
+    logger.warning(f"computing the features of {len(images)} images, once")
+    bar = tqdm(DataLoader(images, batch_size, collate_fn=collate), "features", unit="batch", disable=None)
+    for batch in bar:
         pixels = batch["pixel_values"]
         rows = torch.arange(batch_size) % len(pixels)  # the last batch is filled up: other sizes round differently
         features.append(model.features(pixels[rows])[: len(pixels)].float().cpu())
@@ -105,7 +108,7 @@ def _digest(model: AvgKForImageClassification, transform: ImageTransform, images
     """All that decides on the features; images in files count with path, size and time, as for `make`."""
     found = hashlib.sha256()
     config, dtype = model.config, str(next(model.backbone.parameters()).dtype)
-    shape = [config.architecture, config.model_args, dtype, repr(transform.transform), transform.mode, batch_size]
+    shape = [config.architecture, config.model_args, dtype, transform.described(), batch_size]
     found.update(json.dumps(shape, sort_keys=True).encode())
     for name, tensor in model.backbone.state_dict().items():
         found.update(f"{name} {tensor.stride()}".encode())  # channels last rounds differently

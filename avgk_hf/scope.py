@@ -197,6 +197,7 @@ def promise(calibration: Calibration) -> str | None:
     verb = "were" if len(chosen) > 1 else "was"
     return (
         f"coverage is approximate: the {' and the '.join(chosen)} {verb} chosen on the images of the calibration,"
-        " so that somewhat fewer sets than asked for may hold the true class. With 1,000 validation images or more"
-        " `calibration_split: auto` in a recipe avoids that, with others `avgk calibrate MODEL DATASET --keep-heads`."
+        " so that somewhat fewer sets than asked for may hold the true class. `calibration_split: auto` in a recipe"
+        " avoids that from 1,000 validation images on, `avgk calibrate MODEL DATASET --split NEW --keep-heads` with"
+        " labelled images that chose nothing."
     )

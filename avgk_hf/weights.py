@@ -192,7 +192,8 @@ def _reach(repo_id: str, revision: str, *names: str) -> None:
     except Exception as error:  # of the HTTP library that the Hub's client takes; an answer, of whatever kind, is none
         raise OSError(
             f"{repo_id} is not in the cache, and the Hub cannot be reached ({reason_of(error).rstrip('.')}): go online"
-            " once, or give the weights as a file with `checkpoint=`."
+            " once, or give the weights as a file, with the timm model that they are of: `--model NAME --checkpoint"
+            " FILE`, in Python `checkpoint=`."
         ) from error
 
 

@@ -22,11 +22,12 @@ def arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     splits = read_splits(args)
-    from ..checks import check_choice, check_whole, title_of
+    from ..checks import check_whole, title_of
+    from ..data.datasets import check_split
     from ..data.inspection import inspect, short_form
 
     check_whole("--workers", args.workers)
-    check_choice("--train-split", args.train_split, splits)
+    check_split(splits, args.dataset, args.train_split, "--train-split")
     found = inspect(splits, args.train_split, args.workers)
     if args.json:
         print(json.dumps(found.as_json(), indent=2))
@@ -55,7 +56,7 @@ def _print(found: Any, train: str) -> None:
     for shot, row in shot_table(found.counts, train).items():
         numbers = "".join(f"{row[split]:>12,}" for split in found.counts)
         print(f"{numbers}{row['classes']:>12,}  {shot} shot: {ENDS[shot]} training images")
-    print()
+    print("(before a training takes validation images from them)\n" if "validation" not in found.counts else "")
     for kind, sentences in found.problems.items():
         print(f"{kind}: {len(sentences):,}")
         for sentence in sentences[:5]:

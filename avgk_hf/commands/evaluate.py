@@ -126,12 +126,12 @@ def _show_sets(listed: Any, args: argparse.Namespace, name: str) -> list[Path]:
         files.append(Path(args.per_species))
         with written_to(files[0]) as write:
             write(listed.by_class())
-        groups, shares = listed.groups(SHOWN_CLASSES)
+        groups, shares, crowded = listed.groups(SHOWN_CLASSES)
         if groups:
             files.append(files[0].with_suffix(".png"))
             names = [[listed.names[j] for j in group] for group in groups]
             title = f"{asked}: classes that are listed together"
-            confusion_groups(names, shares, files[-1], title, len(listed.names))
+            confusion_groups(names, shares, files[-1], title, len(listed.names), crowded)
         else:
             print("no two classes are listed together often, so there is no picture of them.", file=sys.stderr)
     if args.unsure:

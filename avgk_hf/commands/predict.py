@@ -68,10 +68,12 @@ def arguments(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     check_model(args.model, args.k)
     to_folder = _to_folder(args)
-    from ..checks import check_whole, is_hub_id
+    from ..checks import check_whole, is_hub_id, near_folder
 
-    if not any(Path(place).exists() or is_hub_id(place) for place in args.images):  # before torch is imported
-        raise FileNotFoundError(f"{args.images[0]}: there is no such file; check the path.")
+    near = near_folder(args.images[0])  # before torch is imported, and before the Hub is asked for a misspelt one
+    if near or not any(Path(place).exists() or is_hub_id(place) for place in args.images):
+        hint = f"did you mean {near!r}?" if near else "check the path."
+        raise FileNotFoundError(f"{args.images[0]}: there is no such file; {hint}")
     from ..classifiers import best_device, load_classifier
     from ..data.sources import Source
     from ..prediction import Predictor, Shards

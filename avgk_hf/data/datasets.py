@@ -4,6 +4,7 @@ import sys
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from difflib import get_close_matches
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +15,7 @@ from torch.utils.data import default_collate
 from transformers.trainer_utils import has_length
 from transformers.utils import logging
 
+from ..checks import LIKE
 from ..images import open_image
 from ..shell import printable
 
@@ -149,8 +151,9 @@ def check_split(
             f"the dataset {dataset!r} has no split 'validation': {take} takes {number} images of each class from"
             f" 'train'{named}. Test images are for the report only."
         )
+    near = "".join(f" ({other!r}?)" for other in get_close_matches(name, list(splits), 1, LIKE))
     raise ValueError(
-        f"the dataset {dataset!r} has no split {name!r}, only {list(splits)}; name the right one with {option}."
+        f"the dataset {dataset!r} has no split {name!r}, only {list(splits)}; name the right one with {option}{near}."
     )
 
 

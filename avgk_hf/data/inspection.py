@@ -5,12 +5,14 @@ import unicodedata
 from collections import defaultdict
 from collections.abc import Mapping
 from dataclasses import dataclass
+from difflib import get_close_matches
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 from datasets import Dataset, Features, Image, Value
 
+from ..checks import LIKE
 from ..images import open_image
 from ..statistics import SHOTS
 from .datasets import class_counts, class_ids, each_row, image_fault
@@ -112,11 +114,12 @@ def names_alike(names: list[str]) -> list[list[str]]:
 
 def _in_one_split(names: list[str], counts: Counts, train: str) -> list[str]:
     """The classes with images in one of several splits only, or in none to train on."""
-    found = []
+    found, trained = [], [name for name, number in zip(names, counts[train], strict=True) if number]
     for i, name in enumerate(names):
         where = [split for split, n in counts.items() if n[i]]
         if len(counts) > 1 and where and (len(where) == 1 or train not in where):
-            found.append(f"{name} (only in {', '.join(where)})")
+            near = [] if train in where else get_close_matches(name, trained, 1, LIKE)
+            found.append(f"{name} (only in {', '.join(where)}{f'; {near[0]}?' if near else ''})")
     return found
 
 

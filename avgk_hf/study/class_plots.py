@@ -1,5 +1,6 @@
 """Pictures of classes: how many images each has, and which are listed together."""
 
+import math
 import textwrap
 from collections.abc import Sequence
 from pathlib import Path
@@ -10,7 +11,12 @@ from .drawing import COLOURS, HATCHES, drawn_axis, readable, save, whole
 
 
 def confusion_groups(
-    groups: Sequence[Sequence[str]], shares: np.ndarray, path: str | Path, title: str = "", classes: int | None = None
+    groups: Sequence[Sequence[str]],
+    shares: np.ndarray,
+    path: str | Path,
+    title: str = "",
+    classes: int | None = None,
+    crowded: int = 0,
 ) -> None:
     """Classes that are listed together: of the images of each, by row, the share whose sets hold each other one.
 
@@ -20,6 +26,7 @@ def confusion_groups(
         path: PNG or SVG to write.
         title: Above the axes.
         classes: How many there are in all, L; those that are not drawn are counted.
+        crowded: How many of these belong to a group for which there was no room.
     """
     names = [whole(name, 34) for group in groups for name in group]
     side = 1.6 + 0.34 * len(names)
@@ -30,9 +37,10 @@ def confusion_groups(
         " together."
     )
     if left > 0:
+        reason = "of the images of any pair with them, fewer than a tenth list both"
+        reason += f", or there was no room, as for {crowded:,}" if crowded else ""
         text += (
-            f" {left:,} of {classes:,} classes are not drawn: they are seldom listed with another one, or there was no"
-            " room. The table beside this picture has all of them."
+            f" {left:,} of {classes:,} classes are not drawn: {reason}. The table beside this picture has all of them."
         )
     with readable([title, *names]) as plt:
         figure, axis = plt.subplots(figsize=(width, side + 2), layout="constrained")
@@ -40,7 +48,9 @@ def confusion_groups(
         for (row, column), share in np.ndenumerate(shares):
             if share >= 0.005:
                 colour = "white" if share > 0.6 else "black"
-                axis.text(column, row, f"{100 * share:.0f}", ha="center", va="center", fontsize=7, color=colour)
+                axis.text(
+                    column, row, f"{math.floor(100 * share + 0.5)}", ha="center", va="center", fontsize=7, color=colour
+                )
         start = 0
         for group in groups:
             corner, size = (start - 0.5, start - 0.5), len(group)
@@ -68,7 +78,10 @@ def count_bars(names: Sequence[str], counts: dict[str, np.ndarray], path: str | 
     first = counts.get("train", next(iter(counts.values())))
     order, places = np.argsort(-first, kind="stable"), np.arange(len(names))
     named = len(names) <= 60
-    labels, height = ("images", "" if named else "class"), max(3.8, 0.2 * len(names) + 1.2) if named else 5
+    labels, height = (
+        ("images, logarithmic from 10 on", "" if named else "class"),
+        max(3.8, 0.2 * len(names) + 1.2) if named else 5,
+    )
     with drawn_axis(path, *labels, title, height, names if named else (), below=True) as axis:
         width = 0.8 / len(counts)
         for i, (split, each) in enumerate(counts.items()):

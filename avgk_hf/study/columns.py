@@ -118,12 +118,13 @@ def by_k(metrics: Mapping[str, float], own_k: float | None) -> str:
     others = [f"top-1 accuracy {100 * metrics['top1_accuracy']:.2f}%"] if "top1_accuracy" in metrics else []
     counted = [(metrics[name], words) for name, words in COUNTED.items() if name in metrics]
     others += [f"{number:,} {words.format('s' * (number != 1))}" for number, words in counted]
-    notes = ["K: classes in a set on average; accuracy: sets that hold the true class"] * any(
+    notes = ["K: classes in a set on average; accuracy: share of all images whose set holds the true class"] * any(
         ACCURACY.metric in of_k for of_k in found.values()
     )
+    notes += ["coverage: sets may be empty, which `avgk predict` allows with --min-size 0"] if levels else []
     shots = [
         f"{name.partition('_')[0]} {SHOT_WORDS[name]}" for name in SHOT_WORDS if name in set().union(*found.values())
     ]
-    notes += [f"shot: classes by their training images, {', '.join(shots)}"] if shots else []
+    notes += [f"shot: mean over classes, by their training images: {', '.join(shots)}"] if shots else []
     last = [*([", ".join(others)] if others else []), *(f"({note})" for note in notes)]
     return "\n\n".join([*parts, *(["\n".join(last)] if last else [])])
