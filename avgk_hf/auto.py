@@ -28,7 +28,11 @@ def _register_transformers() -> None:
 
     AutoConfig.register("avgk", AvgKConfig, exist_ok=True)
     AutoModelForImageClassification.register(AvgKConfig, AvgKForImageClassification, exist_ok=True)
-    AutoImageProcessor.register(AvgKConfig, image_processor_classes={"pil": TimmWrapperImageProcessor}, exist_ok=True)
+    AutoImageProcessor.register(
+        AvgKConfig,
+        image_processor_classes={"pil": TimmWrapperImageProcessor, "torchvision": TimmWrapperImageProcessor},
+        exist_ok=True,
+    )
     if TASK not in PIPELINE_REGISTRY.get_supported_tasks():
         how = {"pt_model": AutoModelForImageClassification, "type": "image"}
         PIPELINE_REGISTRY.register_pipeline(TASK, pipeline_class=AverageKImageClassificationPipeline, **how)

@@ -28,7 +28,7 @@ from .details import load_details, save_details
 from .files import copy_file, write_text
 from .modeling import AvgKForImageClassification
 from .pipeline import TASK, check_processor
-from .weights import check_folder, refuse_adapter, without_bars
+from .weights import check_folder, reach, refuse_adapter, without_bars
 
 # what calibrating adds to the config of a classifier of another class
 CALIBRATED = (*FIELDS, "score")
@@ -69,6 +69,8 @@ def _place(name: str, weights: bool = True) -> str:
         check_folder(folder, weights)
     elif "/" not in name:
         return _timm_repo(name)
+    else:
+        reach(name, "", ["config.json"], "there is no such folder here either; check the name, or go online")
     return name
 
 

@@ -44,6 +44,7 @@ DTYPES = ("float16", "bfloat16", "float32", "float64")
 # names in a config.json besides the fields of the class that mean something here
 NOT_FIELDS = ("model_type", "num_labels", "torch_dtype", "name_or_path", "auto_map", "custom_pipelines")
 NOT_FIELDS += ("output_attentions",)
+OF_FROM_TIMM = ("pretrained", "checkpoint", "image_size", "model_args", "freeze_backbone")  # which are no fields
 MOST_LETTERS = 100  # of a word among the hyperparameters
 SHORT = 110  # letters of a value that stands on one line
 
@@ -297,6 +298,8 @@ def check_fields(given: dict[str, Any]) -> None:
     for name in given:
         if name not in known:
             _refuse_misspelt(name)
+            for near in difflib.get_close_matches(name.lower(), OF_FROM_TIMM, 1, 0.75):
+                raise ValueError(f"{name!r} is no argument of from_timm; did you mean {near!r}?")
             raise ValueError(f"{name!r} is neither an argument of from_timm nor a field of AvgKConfig: leave it out.")
 
 

@@ -68,10 +68,11 @@ def _regular_file(path: str | os.PathLike) -> BinaryIO:
     """Open a file for reading: a pipe would wait for ever, and a device never end."""
     # without waiting, and looked at only then: what is opened is what was looked at
     descriptor = os.open(os.fspath(path), os.O_RDONLY | getattr(os, "O_NONBLOCK", 0) | getattr(os, "O_BINARY", 0))
-    if stat.S_ISREG(os.fstat(descriptor).st_mode):
+    status = os.fstat(descriptor)
+    if stat.S_ISREG(status.st_mode) and status.st_size:
         return os.fdopen(descriptor, "rb")
     os.close(descriptor)
-    raise ValueError("it is no regular file")
+    raise ValueError("it is no regular file" if status.st_size or not stat.S_ISREG(status.st_mode) else "it is empty")
 
 
 def _header(file: BinaryIO, most_pixels: int | None) -> Image.Image:

@@ -203,8 +203,8 @@ class SetSizeMonitor:
         where += f" of {self.source}" if self.source else ""
         number = f"{self.num_images} image{'s' * (self.num_images != 1)}"
         seen = (
-            f"calibrated{where} for sets of {k_key(self.k)} classes on average; after {number} the mean is"
-            f" {self.mean:.2f} ({100 * self.confidence:g}% interval {lower:.2f} to {upper:.2f})"
+            f"calibrated{where} for sets of {k_key(self.k)} class{'es' * (self.k != 1)} on average; after {number} the"
+            f" mean is {self.mean:.2f} ({100 * self.confidence:g}% interval {lower:.2f} to {upper:.2f})"
         )
         if not self.enough:
             return f"too few images to tell whether these differ from those of the calibration: {seen}."

@@ -242,7 +242,7 @@ class Shards:
         for name in set(self.record) - {"name", "images"} if stored else ():
             if stored.get(name) != self.record[name]:
                 shown = "name" if name == "model" else name
-                values = " and ".join(str(record.get(shown))[:200] for record in (stored, self.record))
+                values = " and ".join(_said(record.get(shown))[:200] for record in (stored, self.record))
                 raise ValueError(f"{folder} holds sets of another {name} ({values}): choose another folder.")
         if not stored and held:
             raise ValueError(f"{folder} holds Parquet files, and no {RECORD} that says of what: choose another.")
@@ -307,7 +307,10 @@ class Shards:
     def write_share(self, rank: int, world_size: int) -> None:
         """Write every shard that is not there, and of several processes every W-th."""
         number = self.number(rank, world_size) if rank == 0 else None  # for the bar
-        self.write(self.missing(rank, world_size), number, shown=rank == 0)
+        try:
+            self.write(self.missing(rank, world_size), number, shown=rank == 0)
+        except KeyboardInterrupt as stop:
+            raise type(stop)("stopped; the same command goes on.") from None
 
     def finish(self) -> int:
         """How many shards are not there, after all were gone through; where none is, the record says so."""
@@ -323,6 +326,15 @@ class Shards:
             for path in self.folder.glob(f"{UNFINISHED}-*.parquet"):  # of processes that were killed
                 path.unlink(missing_ok=True)
         return left
+
+
+def _said(value: Any) -> str:
+    """A part of a record as people read it: of questions and sources what is not left out."""
+    if isinstance(value, list):
+        return "; ".join(map(_said, value))
+    if isinstance(value, dict):
+        return ", ".join(f"{name} {_said(each)}" for name, each in value.items() if each not in (None, False))
+    return str(value)
 
 
 def _batches(

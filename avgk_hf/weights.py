@@ -7,7 +7,8 @@ saved model as remote code.
 import json
 import os
 import re
-from collections.abc import Iterator
+import textwrap
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -37,6 +38,10 @@ ADAPTER, CALIBRATION = "adapter_model.safetensors", "calibration"  # of peft, an
 ADAPTED = ("k", "score", "head", "train_counts", *FIELDS)  # what an adapter brings with it
 CARRIED = ("id2label", *ADAPTED)  # and the classes it is of
 MOST_BYTES = 2**27  # of that; thresholds of a million classes at three levels take a hundred million
+OTHERWISE = (
+    "go online once, or give the weights as a file, with the timm model that they are of: `--model NAME --checkpoint"
+    " FILE`, in Python `checkpoint=`"
+)
 CONVERT = "save_file(torch.load(FILE, weights_only=True), 'model.safetensors', metadata={'format': 'pt'})"
 
 
@@ -94,7 +99,8 @@ def load_backbone(
         cfg = timm.get_pretrained_cfg(name, allow_unregistered=True)
         if pretrained and not weights and cfg and cfg.hf_hub_id:
             repo_id, _, revision = cfg.hf_hub_id.partition("@")
-            _reach(repo_id, revision, *filter(None, [cfg.hf_hub_filename]), "model.safetensors", "pytorch_model.bin")
+            known = (*filter(None, [cfg.hf_hub_filename]), "model.safetensors", "pytorch_model.bin")
+            reach(repo_id, revision, known)
         if image_size is not None and cfg and cfg.fixed_input_size:
             model_args.setdefault("img_size", image_size)
     # timm itself loads the weights, once; __init__ builds without them, or every from_pretrained would fetch them
@@ -119,7 +125,7 @@ def _created(architecture: str, model_args: dict, pretrained: bool, where: dict,
     except RuntimeError as error:
         if file is None or "state_dict" not in str(error):
             raise
-        reason = reason_of(error)[:200]
+        reason = textwrap.shorten(reason_of(error), 200, placeholder=" ...")
     raise ValueError(
         f"the weights in {file} are not those of {architecture!r} ({reason}): name the timm model that they are of"
         " with `model:`, `--model` for a command."
@@ -167,7 +173,7 @@ def _stored_file(source: str, name: str) -> Path:
     if kind not in ("hf_hub", "hf-hub"):
         raise ValueError(f"{source!r} is of an unknown kind; write `hf_hub:<repo id>` or the path of a folder.")
     repo_id, _, revision = location.partition("@")
-    _reach(repo_id, revision, name)
+    reach(repo_id, revision, [name])
     try:
         return Path(hf_hub_download(repo_id, name, revision=revision or None))
     except EntryNotFoundError as error:
@@ -177,13 +183,14 @@ def _stored_file(source: str, name: str) -> Path:
         ) from error
 
 
-def _reach(repo_id: str, revision: str, *names: str) -> None:
+def reach(repo_id: str, revision: str, names: Sequence[str], remedy: str = OTHERWISE) -> None:
     """Refuse at once what is neither in the cache nor within reach; a download would try again for a minute.
 
     Args:
         repo_id: On the Hub.
         revision: Of it, or empty.
         names: Files of which one in the cache will do.
+        remedy: What to do.
     """
     if any(try_to_load_from_cache(repo_id, name, revision=revision or None) is not None for name in names):
         return  # there, or known to be missing
@@ -191,9 +198,7 @@ def _reach(repo_id: str, revision: str, *names: str) -> None:
         get_session().head(hf_hub_url(repo_id, names[0], revision=revision or None), timeout=WAIT)
     except Exception as error:  # of the HTTP library that the Hub's client takes; an answer, of whatever kind, is none
         raise OSError(
-            f"{repo_id} is not in the cache, and the Hub cannot be reached ({reason_of(error).rstrip('.')}): go online"
-            " once, or give the weights as a file, with the timm model that they are of: `--model NAME --checkpoint"
-            " FILE`, in Python `checkpoint=`."
+            f"{repo_id} is not in the cache, and the Hub cannot be reached ({reason_of(error).rstrip('.')}): {remedy}."
         ) from error
 
 

@@ -10,6 +10,7 @@ import pytest
 import timm
 from PIL import Image
 from safetensors.torch import save_file
+from transformers import pipeline
 
 from avgk_hf import AvgKConfig, AvgKForImageClassification, load_splits
 from avgk_hf.calibration import Calibration
@@ -276,11 +277,40 @@ def test_arguments_of_from_timm_are_honoured_or_refused():
         "ml",
         "sccp",
     }
-    for name in ("colour", "freeze_bacbone"):
+    for name in ("colour", "frozen"):
         with pytest.raises(ValueError, match=f"'{name}' is neither an argument of from_timm nor a field"):
             build(**{name: True})
     with pytest.raises(ValueError, match=r"Did you mean 'alpha'"):
         build(alpa=3)
+    for name, meant in (("freeze_bacbone", "freeze_backbone"), ("chekpoint", "checkpoint")):
+        with pytest.raises(ValueError, match=f"'{name}' is no argument of from_timm; did you mean '{meant}'"):
+            build(**{name: True})
+
+
+def test_what_newcomers_mistyped(trained_run, image_folder, tmp_path, monkeypatch, capsys):
+    """A name that is nearly right is offered; what is not there is said before anything is computed."""
+    shutil.copytree(image_folder, tmp_path / "trees")
+    shutil.move(tmp_path / "trees" / "train", tmp_path / "trees" / "trian")
+    shutil.move(tmp_path / "trees" / "test" / "oak", tmp_path / "trees" / "test" / "oaks")
+    monkeypatch.chdir(tmp_path)
+    Path("runs").mkdir()
+    run, cases = str(trained_run), []
+    cases.append((["check", "trees"], "has no split 'train', only ['validation', 'test']; name"))
+    cases.append((["check", "trees", "--train-split", "validation"], "oaks (only in test; oak?)"))
+    cases.append((["predict", run, "tree"], "tree: there is no such file; did you mean 'trees'?"))
+    cases.append((["predict", "runs/nothing", "trees"], "there is no such folder here either; check the name"))
+    for command, words in cases:
+        assert main(command) in (1, 2)
+        printed = capsys.readouterr()
+        assert words in printed.err + printed.out
+    Path("empty.jpg").touch()
+    assert main(["predict", run, "empty.jpg"]) == 2 and "(it is empty)" in capsys.readouterr().err
+    monkeypatch.setattr("avgk_hf.commands.options.find_spec", lambda name: None)
+    assert main(["evaluate", run, "trees", "--per-species", "a.csv"]) == 2
+    assert "pip install matplotlib" in capsys.readouterr().err and not Path("a.csv").exists()
+    sets = pipeline("average-k-image-classification", model=run)
+    with pytest.raises(ValueError, match="a set cannot be asked for by 'K'; did you mean 'k'"):
+        sets(str(image_folder / "test/oak/0.png"), K=2)
 
 
 @pytest.mark.parametrize(

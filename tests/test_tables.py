@@ -115,10 +115,12 @@ def test_metrics_are_a_table_by_k():
     ]
     assert [line.split()[0] for line in coverage] == ["coverage", "0.9", "0.95"]
     assert rest[:2] == ["top-1 accuracy 50.00%, 3 images left out", MEANING]
-    assert "coverage: sets may be empty" in rest[2] and len({len(line) for line in table}) == 1
+    assert "sets may be empty" in rest[2] and len({len(line) for line in table}) == 1
     shots = by_k({**metrics, "few_shot_accuracy": 0.5, "many_shot_accuracy": 0.5, "skipped": 1}, 2).splitlines()[-4:]
     assert shots[0].endswith(", 1 image left out") and shots[1] == MEANING
-    assert shots[3] == "(shot: mean over classes, by their training images: few under 20, many over 100)"
+    assert (
+        shots[3] == "(shot: mean over classes, by the images that were left to train on: few under 20, many over 100)"
+    )
     assert "(" not in by_k({"mean_set_size": 2.0, "num_images": 12}, 2)  # nothing that would need it
     foreign = by_k({"average_k_accuracy@2": 0.5, "mean_set_size@2": 2.0}, None)
     assert [line.split()[:1] for line in foreign.splitlines()] == [["K"], ["2"], [], ["(K:"]]

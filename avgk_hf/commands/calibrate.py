@@ -8,7 +8,7 @@ from typing import Any
 from ..files import new_file, refuse_link, replacing
 from ..shell import printable
 from .evaluate import is_first_process, measure, print_metrics, quiet_unless_first, read_split, shared_arguments
-from .options import balance, check_model, labels_of, say_left_out
+from .options import balance, check_model, check_pictures, labels_of, say_left_out
 
 HELP = "compute a model's thresholds on validation images"
 
@@ -40,6 +40,7 @@ def run(args: argparse.Namespace) -> int:
         raise ValueError("name a folder for the calibrated model with --out.")
     refuse_link(args.out or args.model)  # now, and not when all is computed
     check_model(args.model, args.k, calibrated=False, dataset=args.dataset)
+    check_pictures(args.plot)
     quiet_unless_first()
     from ..calibration import Calibration
     from ..classifiers import best_device, load_classifier, write_thresholds

@@ -5,7 +5,7 @@ import json
 from typing import Any
 
 from ..shell import printable
-from .options import data_arguments, read_splits
+from .options import check_pictures, data_arguments, read_splits
 
 HELP = "look at a dataset before training: counts, broken and repeated images, names (exit code 1 where something is)"
 MOST = 40  # classes that are printed, and 5 problems of a kind; --json has all
@@ -21,6 +21,7 @@ def arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
+    check_pictures(args.plot)
     splits = read_splits(args)
     from ..checks import check_whole, title_of
     from ..data.datasets import check_split

@@ -19,6 +19,7 @@ from .options import (
     METHOD,
     PER_CLASS_WEIGHT,
     check_model,
+    check_pictures,
     label_arguments,
     labels_of,
     per_class_of,
@@ -78,6 +79,7 @@ def run(args: argparse.Namespace) -> int:
     for path in filter(None, (args.out, args.per_species)):  # now, and not when all is computed
         refuse_link(Path(path).parent)
     check_model(args.model, args.k, dataset=args.dataset)
+    check_pictures(args.plot, args.per_species, args.unsure)
     quiet_unless_first()
     if args.per_species:
         check_ending(args.per_species)

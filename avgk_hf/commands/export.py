@@ -4,7 +4,7 @@ import argparse
 import json
 from pathlib import Path
 
-from .options import ALLOW_OUTSIDE, BALANCE, check_model, label_arguments, labels_of
+from .options import ALLOW_OUTSIDE, BALANCE, check_model, check_pictures, label_arguments, labels_of
 
 HELP = "write a model as ONNX, from pixels to scores and sets, or as a folder for an Inference Endpoint"
 OF_ONNX = (
@@ -53,6 +53,7 @@ def run(args: argparse.Namespace) -> None:
 
         print(write_endpoint(args.model, args.endpoint))
         return
+    check_pictures(args.plot)
     from ..classifiers import load_classifier
     from ..data import align_labels, load_splits
     from ..export import describe, export_onnx

@@ -57,6 +57,7 @@ def describe(config: Any, folder: Path) -> dict[str, Any]:
         "coverage": describe_coverage(calibration.coverage) if calibration.levels() else {},
         "heads": heads if getattr(config, "sccp_head", False) else {},
         "classes": None if calibration.classes is None else len(calibration.classes),
+        "balance": calibration.balances if calibration.ks else [],
     }
     source = {name: value for name, value in calibration.source.items() if name != "classes"}
     results, stale = _results(calibration, folder)
@@ -115,8 +116,11 @@ def _as_text(name: str, found: dict[str, Any]) -> str:
         "average size": "",
         "coverage": "; ".join(f"{level} ({how})" for level, how in asked["coverage"].items()),
         "heads": ", ".join(f"K = {k}: {head}" for k, head in asked["heads"].items()),
+        "balance": "",
         "sets hold": f"{asked['classes']:,} of the classes only" if asked["classes"] else "",
     }
+    if len(asked["balance"]) > 1:
+        lines["balance"] = f"--balance {', '.join(f'{each:g}' for each in asked['balance'])}"
     if ks:
         lines["average size"] = f"--k {ks[0]:g} to {ks[-1]:g} (calibrated: {', '.join(f'{k:g}' for k in ks)})"
     lines["calibrated"] = "no: it names one class, and no sets, before `avgk calibrate MODEL DATASET --k 1 2 5`"

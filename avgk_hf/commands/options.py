@@ -2,6 +2,7 @@
 
 import argparse
 import sys
+from importlib.util import find_spec
 from typing import Any
 
 from ..shell import printable
@@ -56,6 +57,12 @@ def check_model(name: str, ks: list[float] = (), calibrated: bool = True, datase
             check_calibrated(k, known)
     if dataset is not None:
         check_dataset(dataset)
+
+
+def check_pictures(*asked: object) -> None:
+    """Refuse pictures that cannot be drawn before anything is computed, where any are asked for."""
+    if any(asked) and find_spec("matplotlib") is None:
+        raise ImportError("pictures need matplotlib: `pip install matplotlib`.")
 
 
 def data_arguments(parser: argparse.ArgumentParser) -> None:

@@ -8,7 +8,7 @@ from typing import Any
 
 from ..files import make_folder, write_text
 from ..shell import printable
-from .options import ALLOW_OUTSIDE
+from .options import ALLOW_OUTSIDE, check_pictures
 
 HELP = "draw set sizes, accuracy against K and contact sheets of runs"
 SHEET_IMAGES = 480
@@ -22,6 +22,7 @@ def arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> None:
+    check_pictures(True)
     for path in plot_runs(args.runs, args.out, args.allow_outside):
         print(printable(path))
 
@@ -100,6 +101,12 @@ def _splits(data: Any, allow_outside: bool) -> tuple[Any, Any]:
     taken = data.validation_per_class, data.split_seed, False
     splits = load_splits(data.dataset, *columns, *taken, allow_outside, allow_new_classes=True)
     names = data.validation_split, data.test_split
+    for name in names:
+        if name not in splits:
+            raise ValueError(
+                f"the dataset {data.dataset!r} has no split {name!r}, only {list(splits)}, and a run from Python does"
+                " not record how it was made: name a folder that has it as `dataset_name`, e.g. one of `save_to_disk`."
+            )
     if data.on_bad_image != "skip":
         return splits[names[0]], splits[names[1]]
     return tuple(skip_bad_images(splits[name], name, report=False)[0] for name in names)

@@ -111,7 +111,12 @@ def run(args: argparse.Namespace) -> int:
             for rows in predictor.rows(source):
                 write(rows)
             _check_some(predictor.tally)
-    _say(args, predictor.column, predictor.tally)
+    _say(
+        args,
+        predictor.column,
+        predictor.tally,
+        " of this run" * (to_folder and shards.images > predictor.tally.images),
+    )
     if world_size > 1:  # whatever started the processes would end the others
         return 0
     _check_some(predictor.tally)
@@ -158,12 +163,12 @@ def _check_some(tally: Any) -> None:
         raise ValueError(text)
 
 
-def _say(args: argparse.Namespace, column: str, tally: Any) -> None:
+def _say(args: argparse.Namespace, column: str, tally: Any, new: str) -> None:
     """Which model answered what and how large the sets are, and what could not be read: beside the rows."""
     number = tally.images - tally.left_out
     for value, total in tally.sizes.items() if number else ():
         images = f"{number} image{'s' * (number != 1)}"
-        text = f"{args.model}, {_words(column, value)}: {total / number:.2f} classes on average over {images}"
+        text = f"{args.model}, {_words(column, value)}: {total / number:.2f} classes on average over {images}{new}"
         print(printable(text), file=sys.stderr)
     if args.out and number:
         print(printable(f"written to {args.out}"), file=sys.stderr)

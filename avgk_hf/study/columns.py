@@ -121,10 +121,13 @@ def by_k(metrics: Mapping[str, float], own_k: float | None) -> str:
     notes = ["K: classes in a set on average; accuracy: share of all images whose set holds the true class"] * any(
         ACCURACY.metric in of_k for of_k in found.values()
     )
-    notes += ["coverage: sets may be empty, which `avgk predict` allows with --min-size 0"] if levels else []
+    empty = any(of_k.get("empty_sets") for of_k in found.values())
+    notes += ["sets may be empty here; `avgk predict` gives the best class then, but with --min-size 0"] * empty
     shots = [
         f"{name.partition('_')[0]} {SHOT_WORDS[name]}" for name in SHOT_WORDS if name in set().union(*found.values())
     ]
-    notes += [f"shot: mean over classes, by their training images: {', '.join(shots)}"] if shots else []
+    notes += (
+        [f"shot: mean over classes, by the images that were left to train on: {', '.join(shots)}"] if shots else []
+    )
     last = [*([", ".join(others)] if others else []), *(f"({note})" for note in notes)]
     return "\n\n".join([*parts, *(["\n".join(last)] if last else [])])

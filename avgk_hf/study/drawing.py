@@ -29,7 +29,7 @@ def pyplot() -> Any:
     try:
         import matplotlib
     except ImportError as error:
-        raise ImportError("pictures need matplotlib: `pip install 'avgk_hf[demo]'`.") from error
+        raise ImportError("pictures need matplotlib: `pip install matplotlib`.") from error
     matplotlib.use("Agg")
     py_logging.getLogger("matplotlib.font_manager").addFilter(_is_no_weight)
     import matplotlib.pyplot as plt

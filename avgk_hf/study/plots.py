@@ -222,7 +222,7 @@ def balance_curves(rows: Sequence[Sequence[float | None]], path: str | Path, tit
                 points = [(row[1], 100 * row[2 + i]) for row in own if row[2 + i] is not None]
                 if points:
                     axis.plot(*zip(*points, strict=True), label=name, **look(i))
-            axis.set(title=f"K = {k:g}", xlabel="balance")
+            axis.set(title=f"K = {k:g}", xlabel="balance", ylim=(None, min(axis.get_ylim()[1], 100.5)))
             axis.grid(alpha=0.3)
         axes[0, 0].set_ylabel("true class in the set (%)")
         figure.legend(*axes[0, 0].get_legend_handles_labels(), loc="outside lower center", ncols=3, frameon=False)
