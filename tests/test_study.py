@@ -58,6 +58,8 @@ def test_every_run_says_where_it_comes_from(comparison):
 # by folder in results/: the comparison, and where data and weights were
 PHOTOGRAPHS = {
     "cub200-frozen": ("cub200/compare_frozen.yaml", ["--checkpoint", "lite0.safetensors"]),
+    "cub200-long": ("cub200/compare_long.yaml", ["--checkpoint", "lite0.safetensors"]),
+    "cub200": ("cub200/compare.yaml", ["--checkpoint", "lite0.safetensors"]),
     "cifar100-small": (
         "cifar100/small/compare.yaml",
         ["--dataset", "cifar100", "--image_column", "image", "--label_column", "label"],
