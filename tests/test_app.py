@@ -184,6 +184,7 @@ def test_several_images_give_a_table_to_download(page, classify, image_folder, t
     assert rows[0][1] == found[1]["size"]  # the model's own K
 
 
+@pytest.mark.long
 @needs_browser
 def test_desktop_and_phone_in_light_and_dark(page, image_folder, tmp_path):
     """The answer stands above the examples on a phone, nothing is wider than it, and dark is dark."""

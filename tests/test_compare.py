@@ -209,6 +209,7 @@ def test_two_shells_share_the_work_and_one_is_killed(config, tmp_path):
     assert len(json.loads((out / "report.json").read_text())["rows"]) == 4
 
 
+@pytest.mark.long
 def test_glyphs_come_with_yardsticks(config, tmp_path, monkeypatch):
     """Few images of the real generator: new ones for every seed, bounds, more data, and the curve of a sweep."""
     monkeypatch.setattr(glyphs, "train_counts", lambda: np.repeat([1, 3], len(CHARACTERS) // 2))

@@ -16,6 +16,7 @@ from avgk_hf.cli import build_parser
 
 ROOT = Path(__file__).parent.parent
 PAGES = ("choose_k.md", "hosting.md", "rare_species.md", "results.md", "scale.md")
+pytestmark = pytest.mark.long
 GUIDE = "".join((ROOT / "docs" / name).read_text(encoding="utf-8") for name in PAGES)
 
 

@@ -67,6 +67,7 @@ def ever_excluded(draw, streams, images, confidence, seed):
     return sequence / streams, fixed / streams
 
 
+@pytest.mark.long
 def test_interval_is_valid_at_any_time():
     """500 streams, looked at after each of 100 batches; an interval for one look is left by far more of them."""
     share, textbook = ever_excluded(DRAWS["geometric"], 500, 2000, 0.95, seed=1)
