@@ -246,7 +246,8 @@ def describe_coverage(record: Mapping[str, Any]) -> dict[str, str]:
             part, classes = record["per_class"][level], len(record["class_counts"])
             few = classes - len(part["own"])
             source = "one threshold" if part["pooled_from"] == "rare" else "the threshold of all"
-            parts.append("per class" + (f" ({few} of {classes} with too few images share {source})" if few else ""))
+            share = f" ({few} of {classes} with too few images share {source})" if few else ""
+            parts += [f"per class{share}"] if part["own"] else []  # or none has enough
         found[level] = ", ".join(parts)
     return found
 

@@ -595,12 +595,16 @@ def test_links_to_folders_are_followed_or_named(place, tmp_path):
     shutil.copy("folder/ash/0.png", folder / "own" / "a.png")
     (folder / "theirs").symlink_to(Path("folder/beech").resolve())
     (folder / "own" / "up").symlink_to(folder)  # and round again
+    for one, other in (("a", "b"), ("b", "a")):  # each in the other
+        (tmp_path / one).mkdir(exist_ok=True)
+        (tmp_path / one / f"to_{other}").symlink_to(tmp_path / other)
     errors = {row["image"]: row["error"] for row in predict(tmp_path / "sets", folder)}
     assert [name for name, error in errors.items() if error is None] == [str(folder / "own" / "a.png")]
     assert {Path(name).name for name, error in errors.items() if error} == {"theirs", "up"}
     found = predict(tmp_path / "all", folder, "--allow-outside")
     assert str(folder / "theirs" / "0.png") in [row["image"] for row in found]
     assert len(found) == 2 + len(list(Path("folder/beech").iterdir()))
+    assert list(sources.walk(tmp_path / "a", {".png"}, links=True)) == ["to_b/to_a"]
 
 
 @pytest.mark.long

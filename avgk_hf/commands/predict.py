@@ -93,7 +93,7 @@ def run(args: argparse.Namespace) -> int:
     how = {"batch_size": args.batch_size, "workers": workers, "bf16": args.bf16, "on_bad_image": args.on_bad_image}
     predictor = Predictor(load_classifier(args.model).to(device), questions, **how)
     if args.coverage is not None and (approximate := promise(predictor.calibration)) is not None:
-        print(approximate, file=sys.stderr)
+        print(f"{approximate.partition(', so that')[0]} (`avgk info` says more).", file=sys.stderr)
     rank, world_size = launched()
     if to_folder:
         shards = Shards(args.out, predictor, source, size)

@@ -42,7 +42,7 @@ class Bounded:
         self.close()
 
     def __getattr__(self, name: str) -> Any:
-        return getattr(self.file, name)  # what arrow asks of a file
+        return getattr(self.__dict__["file"], name)  # what arrow asks of a file
 
     def read(self, size: int | None = -1) -> bytes:
         """The next bytes; more than an image may have, or all that are left, are refused."""

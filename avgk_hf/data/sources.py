@@ -33,7 +33,9 @@ def image_suffixes() -> set[str]:
     return {suffix for suffix, kind in Pillow.registered_extensions().items() if kind in known}
 
 
-def walk(folder: str | Path, suffixes: Iterable[str], links: bool = False, inside: str = "") -> Iterator[str]:
+def walk(
+    folder: str | Path, suffixes: Iterable[str], links: bool = False, inside: str = "", above: tuple[Path, ...] = ()
+) -> Iterator[str]:
     """The files below a folder with one of the endings, relative to it, in order of their names; no hidden ones.
 
     The names of one folder are held at a time.
@@ -41,23 +43,24 @@ def walk(folder: str | Path, suffixes: Iterable[str], links: bool = False, insid
     Args:
         folder: The folder.
         suffixes: The endings.
-        links: Whether links to folders are followed, unless they lead to one that they are in; others are named.
+        links: Whether links to folders are followed, unless they lead round; those that are not are named.
         inside: Where to begin.
+        above: The folders that this is in, wherever they really are.
     """
+    above = (*above, Path(os.path.realpath(os.path.join(folder, inside))))
     for entry in sorted(os.scandir(os.path.join(folder, inside)), key=lambda entry: entry.name):
         path = os.path.join(inside, entry.name)
         if entry.name[0] == ".":
             continue
-        if entry.is_dir() and entry.is_symlink() and (not links or _turns_back(entry.path)):
-            yield path
-        elif entry.is_dir():
-            yield from walk(folder, suffixes, links, path)
+        if entry.is_dir() and entry.is_symlink():
+            place = os.path.realpath(entry.path)
+            if not links or any(each.is_relative_to(place) for each in above):
+                yield path
+                continue
+        if entry.is_dir():
+            yield from walk(folder, suffixes, links, path, above)
         elif os.path.splitext(entry.name)[1].lower() in suffixes and entry.is_file():
             yield path
-
-
-def _turns_back(link: str) -> bool:
-    return Path(os.path.realpath(os.path.dirname(link))).is_relative_to(os.path.realpath(link))
 
 
 def image_files(folder: str | Path) -> list[Path]:
