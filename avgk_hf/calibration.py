@@ -318,7 +318,8 @@ class Calibration:
     def _by_coverage(self, question: Question, bounds: dict[str, Any]) -> Answer:
         level, method, head = level_key(question.coverage), METHODS[question.method], self.head()
         option = " --per-class" if question.per_class else ""
-        again = f"calibrate with `avgk calibrate MODEL DATASET --coverage {level}{option}`"
+        levels = " ".join(sorted({*self.coverage.get("lac", {}), level}, key=float))  # others would be forgotten
+        again = f"calibrate with `avgk calibrate MODEL DATASET --coverage {levels}{option}`"
         if not self.coverage:
             raise ValueError(f"this model is not calibrated for any coverage: {again}.")
         if method.sums:

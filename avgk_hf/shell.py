@@ -123,6 +123,10 @@ def guarded(name: str, command: Callable[[], int | None]) -> int:
     except KeyboardInterrupt as stop:
         print(f"\navgk {name}: {printable(stop) or 'stopped.'}", file=sys.stderr)
         return 128 + (signal.SIGTERM if isinstance(stop, Terminated) else signal.SIGINT)
+    except BrokenPipeError:  # of `| head`, which has read enough
+        with contextlib.suppress(OSError, ValueError):
+            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 141  # as a shell has it
     except (ValueError, OSError, ImportError) as error:
         if os.environ.get("AVGK_DEBUG"):
             raise

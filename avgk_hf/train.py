@@ -204,7 +204,7 @@ def run(
 
 
 def _show_results(trainer: AvgKTrainer, results: dict[str, Any]) -> None:
-    folder, title = Path(trainer.args.output_dir), f"Set sizes on test, K = {k_key(results['k'])}"
+    folder, title = Path(trainer.args.output_dir), f"set sizes on test, K = {k_key(results['k'])}"
     if "test" in results:
         title = f"{folder.name}, {title}: average-K accuracy {100 * results['test']['average_k_accuracy']:.1f}%"
     if "set_sizes" in results and find_spec("matplotlib"):

@@ -12,6 +12,7 @@ import avgk_hf
 from avgk_hf.cli import COMMANDS, build_parser, main
 from avgk_hf.commands.options import METHOD
 from avgk_hf.conformal import METHODS
+from avgk_hf.shell import guarded
 
 ROOT = Path(__file__).parent.parent
 
@@ -232,3 +233,12 @@ def test_what_is_printed_can_be_logged(model_folder, image_folder, tmp_path, cap
 def test_the_help_names_the_methods():
     assert METHOD["help"].count(",") + 2 == len(METHODS)
     assert all(name in METHOD["help"] for name in METHODS)
+
+
+def test_a_reader_that_has_read_enough_is_no_error(capsys):
+    """`avgk info MODEL | head`."""
+
+    def command():
+        raise BrokenPipeError(32, "Broken pipe")
+
+    assert guarded("info", command) == 141 and capsys.readouterr() == ("", "")

@@ -122,7 +122,8 @@ def by_k(metrics: Mapping[str, float], own_k: float | None) -> str:
         ACCURACY.metric in of_k for of_k in found.values()
     )
     empty = any(of_k.get("empty_sets") for of_k in found.values())
-    notes += ["sets may be empty here; `avgk predict` gives the best class then, but with --min-size 0"] * empty
+    text = "sets may be empty here; `avgk predict` names the best class instead, unless --min-size 0 is given"
+    notes += [text] if empty or levels else []
     shots = [
         f"{name.partition('_')[0]} {SHOT_WORDS[name]}" for name in SHOT_WORDS if name in set().union(*found.values())
     ]
