@@ -648,4 +648,4 @@ def test_ray_writes_the_same_rows(expected, tmp_path):
         expected, key=lambda row: row["image"]
     )
     os.remove(tmp_path / "sets" / "part-000002.parquet")
-    assert predict(tmp_path / "sets", "folder", code=0) == expected
+    assert predict(tmp_path / "sets", "folder") == expected
