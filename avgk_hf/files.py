@@ -11,7 +11,7 @@ import shutil
 import stat
 import tempfile
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import TextIO
 
@@ -69,6 +69,12 @@ def open_log(path: str | os.PathLike) -> TextIO:
         file.close()
         raise OSError(f"{path} is no regular file, or one that has another name too; name a new file")
     return file
+
+
+def nowhere(stream: TextIO) -> None:
+    """Let what is still to be written to a stream, whose reader has gone, vanish."""
+    with suppress(OSError, ValueError):  # of a stream that is no file
+        os.dup2(os.open(os.devnull, os.O_WRONLY), stream.fileno())
 
 
 def refuse_link(path: str | os.PathLike) -> Path:

@@ -12,6 +12,8 @@ import unicodedata
 from collections.abc import Callable, Iterator
 from typing import TextIO
 
+from .files import nowhere
+
 MASK = "***"
 NOUN, MOST_LETTERS = "class/classes", 40  # what a class is called
 
@@ -124,8 +126,7 @@ def guarded(name: str, command: Callable[[], int | None]) -> int:
         print(f"\navgk {name}: {printable(stop) or 'stopped.'}", file=sys.stderr)
         return 128 + (signal.SIGTERM if isinstance(stop, Terminated) else signal.SIGINT)
     except BrokenPipeError:  # of `| head`, which has read enough
-        with contextlib.suppress(OSError, ValueError):
-            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        nowhere(sys.stdout)
         return 141  # as a shell has it
     except (ValueError, OSError, ImportError) as error:
         if os.environ.get("AVGK_DEBUG"):

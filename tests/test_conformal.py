@@ -940,7 +940,10 @@ ASKED = Config(
         ({"coverage": 1.0}, "coverage=1.0 must be a number between 0 and 1"),
         ({"coverage": float("nan")}, "coverage=nan must be a number"),
         ({"coverage": "0.9"}, "coverage='0.9' must be a number"),
-        ({"coverage": 0.95}, r"coverage=0.95 is not recorded with method='lac', only 0.9.*--coverage 0.9 0.95`.*takes 19"),
+        (
+            {"coverage": 0.95},
+            r"coverage=0.95 is not recorded with method='lac', only 0.9.*--coverage 0.9 0.95`.*takes 19",
+        ),
         ({"coverage": 0.9, "method": "raps"}, "coverage=0.9 is not recorded with method='raps': calibrate with"),
         ({"coverage": 0.9, "method": "thr"}, r"method='thr' is unknown; choose one of \['lac', 'aps', 'raps'\]"),
         ({"coverage": 0.9, "per_class": True}, r"not recorded per class.*--coverage 0.9 --per-class`"),
