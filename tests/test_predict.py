@@ -516,26 +516,24 @@ def test_large_rows_are_refused_and_batches_bounded(tmp_path, monkeypatch):
     assert "a row has 30 bytes, the limit is 20" in str(batches[0][1][2])
 
 
-def test_the_hub_that_does_not_answer_ends_a_run(place, tmp_path, monkeypatch):
+def test_the_hub_that_does_not_answer_ends_a_run(place, tmp_path, monkeypatch, capsys):
     """And is no fault of an image: nothing of that shard is written, and the same command goes on."""
-    real = containers.Bounded._tried
 
-    def fails(self, call, value):
-        if call == self.file.read and value == 30_000:
-            raise TimeoutError("no answer")
-        return real(self, call, value)
+    def no_answer(self, path):
+        raise TimeoutError("no answer")
 
-    monkeypatch.setattr(containers.Bounded, "_tried", fails)
-    image = Part("folder/ash/0.png", 0, 30_000)
-    with pytest.raises(TimeoutError):
-        image.read()
-    monkeypatch.setattr(sources, "load", lambda *_: None)
+    monkeypatch.setattr(containers.HfFileSystem, "open", no_answer)
+    with pytest.raises(OutOfReach, match=r"a.png cannot be read from the Hub now \(no answer\)") as error:
+        Part("hf://datasets/a/b/a.png").read()
+    with pytest.raises(FileNotFoundError):  # a file that is here, or is not, is what it is
+        Part("none.png").read()
 
     def out_of_reach(*_):
-        raise OutOfReach("hf://x cannot be read from the Hub now (no answer); start the same command again.")
+        raise error.value
 
     monkeypatch.setattr(prediction, "load", out_of_reach)
     assert main(["predict", "model", "folder", "--out", str(tmp_path / "sets"), *SHARDS, "--workers", "0"]) == 2
+    assert "start the same command again" in capsys.readouterr().err
     assert not list((tmp_path / "sets").glob("part-*"))
 
 
