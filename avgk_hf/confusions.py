@@ -10,7 +10,7 @@ from datasets import Dataset, Image
 from .calibration import Calibration
 from .processes import gather_list
 from .questions import Question
-from .rows import Row, row
+from .rows import Row, plain_number, row
 from .scores import head_logits
 
 LARGEST_GROUP, LEAST_SHARE = 8, 0.1  # classes of a group, and how often two of them are listed together at least
@@ -100,7 +100,7 @@ class Listed:
             rows.append(
                 {
                     "species": self.names[j],
-                    "k": self.k,
+                    "k": plain_number(self.k),
                     "images": count,
                     "accuracy": round(hits[j] / count, 4) if count else None,
                     "mean_size": round(sizes[j] / count, 2) if count else None,

@@ -70,7 +70,6 @@ def cached_features(model: AvgKForImageClassification, images: datasets.Dataset,
         output_folder(path.parent)
         with new_file(path) as new:
             save_file({"features": features}, new)
-        logger.warning(f"the features of {len(images)} images are kept in {path}")
     return Features(images, features)
 
 
@@ -84,7 +83,7 @@ def _compute(model: AvgKForImageClassification, images: datasets.Dataset, batch_
     was_training = model.training
     model.eval()
     features = []
-    logger.warning(f"computing the features of {len(images)} images, once")
+    logger.warning(f"computing the features of {len(images)} images, once; they are kept in {cache_folder()}")
     bar = tqdm(DataLoader(images, batch_size, collate_fn=collate), "features", unit="batch", disable=None)
     for batch in bar:
         pixels = batch["pixel_values"]

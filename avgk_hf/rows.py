@@ -27,10 +27,18 @@ Row = Mapping[str, Any]
 def row(image: str, asked: tuple[str, float], found: list[dict[str, Any]], error: str | None = None) -> Row:
     """One row: the set of an image, or the reason why it has none."""
     name, value = asked
-    value = int(value) if float(value).is_integer() else value
     found = [{**each, "label": plain_text(each["label"])} for each in found]
     error = None if error is None else plain_text(error)
-    return {"image": plain_text(image), name: value, "size": len(found), "set": found, "error": error}
+    return {"image": plain_text(image), name: plain_number(value), "size": len(found), "set": found, "error": error}
+
+
+def plain_number(value: float) -> float:
+    """A number as people write it.
+
+    >>> plain_number(2.0), plain_number(1.5)
+    (2, 1.5)
+    """
+    return int(value) if float(value).is_integer() else value
 
 
 def plain_text(text: str) -> str:

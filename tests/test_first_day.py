@@ -1,6 +1,7 @@
 """`avgk check`, `avgk init` and `avgk info`, and images kept aside for calibration: a first day with photographs."""
 
 import json
+import logging
 import shutil
 from functools import partial
 from pathlib import Path
@@ -42,6 +43,14 @@ def photographs(tmp_path):
         pixels = np.full((24, 24, 3), i, np.uint8)
         Image.fromarray(pixels).save(folder / split / name / "0.png")
     return folder
+
+
+def test_a_readme_beside_photographs_is_no_news(tmp_path, capsys, caplog):
+    write_images(tmp_path / "train", dict.fromkeys(CLASSES, 2), seed=0)
+    (tmp_path / "README.md").write_text("Photographs of trees, 2026.")
+    logging.getLogger("huggingface_hub.repocard").addHandler(caplog.handler)
+    assert main(["check", str(tmp_path)]) == 0
+    assert not caplog.records and not capsys.readouterr().err
 
 
 def test_check_finds_what_would_spoil_a_training(photographs, tmp_path, capsys):

@@ -95,8 +95,8 @@ def recipe_for(splits: Any, args: argparse.Namespace) -> str:
     median = sorted(sides)[len(sides) // 2]
     side = min(224, max(64, round(median / 32) * 32))
     model, batch = next((name, batch) for most, name, batch in BACKBONES if images <= most)
-    batch = min(batch, max(images // 8, 2))
-    reason = "a usual number" if batch >= 16 else "few, because there are few images"
+    usual, batch = batch, min(batch, max(images // 8, 2))
+    reason = "a usual number" if batch == usual else "an eighth of the images, which are few"
     frozen = images <= FEW
     epochs = 20 if frozen else min(30, max(5, round(SEEN / images)))
     seen = f"so that about {epochs * images:,} images are seen; more helps where there is time"

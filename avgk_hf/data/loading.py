@@ -1,5 +1,6 @@
 """One door for all data: `glyphs`, a Hub id, an image folder, parquet files, a saved dataset, or an archive."""
 
+import logging
 import os
 from collections.abc import Mapping
 from pathlib import Path
@@ -143,6 +144,7 @@ def _read(
             splits = load_from_disk(dataset)
         else:
             place = os.path.realpath(dataset) if folder.is_dir() else dataset  # the folder itself may be a link
+            logging.getLogger("huggingface_hub.repocard").addFilter(_is_no_card)
             builder = load_dataset_builder(place, config_name, data_files=_split_files(folder))
             if not allow_outside:
                 check_builder(builder, dataset)
@@ -164,6 +166,11 @@ def _read(
         reason = reason_of(error.__cause__ or error)
         raise ValueError(f"dataset {dataset!r} cannot be read ({reason}): is a file empty or broken?") from error
     return DatasetDict({str(splits.split or "train"): splits}) if isinstance(splits, Dataset) else splits
+
+
+def _is_no_card(record: logging.LogRecord) -> bool:
+    """Not that the README beside somebody's photographs is no card of a dataset on the Hub."""
+    return "metadata block was not found" not in record.getMessage()
 
 
 def _split_files(folder: Path) -> dict[str, str] | None:

@@ -60,7 +60,7 @@ def _families(characters: frozenset[str]) -> list[str]:
     if missing:
         _said.update(missing)
         shown = " ".join(f"{c} (U+{ord(c):04X})" for c in sorted(missing)[:10]) + " ..." * (len(missing) > 10)
-        logger.warning(f"no font here draws {shown}: install one, e.g. Noto Sans CJK, and draw again.")
+        logger.warning(f"no font here draws {shown}: install one, e.g. `apt install fonts-noto-cjk`, and draw again.")
     return families
 
 
