@@ -37,10 +37,12 @@ from .checks import check_calibrated, check_ids
 from .conformal import METHODS, check_coverage, enough_images, level_key
 from .questions import Answer, Question, at_least
 from .records import (
+    AUGMENTATION,
     FILE,
     check_balance,
     check_curve,
     check_tradeoff,
+    check_views,
     checked_balances,
     checked_head_thresholds,
     checked_thresholds,
@@ -83,6 +85,7 @@ class Calibration:
         self.probabilities = self.score in PROBABILITIES
         self._head: str = getattr(config, "head", "ml")
         self._k: float | None = getattr(config, "k", None)
+        self._augmentation = getattr(config, AUGMENTATION, "none")
         self.source = {name: value for name, value in record.items() if name not in DETAILS}
         self.classes = check_ids("calibration.classes", self.source.get("classes"), self.num_labels)
         self.num_answers = self.num_labels if self.classes is None else len(self.classes)
@@ -129,7 +132,7 @@ class Calibration:
         record, labels = fields.get("calibration"), fields.get("id2label", ())
         parts = (fields.get("thresholds"), fields.get("heads"))
         key = (*(tuple(part.items()) if isinstance(part, dict) else part for part in parts), len(labels))
-        key += (fields.get("score"), fields.get("head"), fields.get("k"))
+        key += (fields.get("score"), fields.get("head"), fields.get("k"), fields.get(AUGMENTATION))
         found = cls._made.get(id(config))
         if found is None or found[0]() is not config or found[1] != key or found[2].record is not record:
             forget = partial(cls._made.pop, id(config))
@@ -188,6 +191,8 @@ class Calibration:
         heads = heads or (dict.fromkeys(thresholds, "ml") if getattr(config, "head", "ml") == "auto" else {})
         if heads or hasattr(config, "heads"):
             config.heads = {k_key(k): head for k, head in sorted(heads.items())}
+        if getattr(config, AUGMENTATION, "none") != "none":
+            source = {**(source or {}), AUGMENTATION: config.test_time_augmentation}
         config.thresholds = _plain(thresholds)
         config.calibration = {**(source or {}), **{name: part for name, part in details.items() if part}}
         config.score = getattr(config, "score", "softmax")
@@ -234,6 +239,8 @@ class Calibration:
 
         which decreases with K as lambda_val does. Beyond the calibrated range it is refused.
         """
+        if self.ks:
+            check_views(self.source, self._augmentation)
         return self.head_threshold(self.head(k), self._asked(k))
 
     def head(self, k: float | None = None) -> str:
@@ -293,6 +300,8 @@ class Calibration:
             )
         found = self._answers.get(question)
         if found is None:
+            if self.ks:
+                check_views(self.source, self._augmentation)
             if len(self._answers) >= MOST_ANSWERS:
                 self._answers.clear()
             found = self._answers[question] = self._look_up(question)

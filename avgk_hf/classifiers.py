@@ -28,6 +28,7 @@ from .details import load_details, save_details
 from .files import copy_file, write_text
 from .modeling import AvgKForImageClassification
 from .pipeline import TASK, check_processor
+from .records import AUGMENTATION
 from .weights import check_folder, reach, refuse_adapter, without_bars
 
 # what calibrating adds to the config of a classifier of another class
@@ -188,6 +189,6 @@ def carry_code(folder: Path) -> None:
 
 def write_config(config: PreTrainedConfig, path: Path) -> None:
     """Put the calibration of a config into a config.json of any class; what grows with the classes stays out of it."""
-    found = {name: getattr(config, name) for name in CALIBRATED if hasattr(config, name)}
+    found = {name: getattr(config, name) for name in (*CALIBRATED, AUGMENTATION) if hasattr(config, name)}
     found["calibration"] = Calibration.of(config).source
     write_text(path, readable_json({**read_json(path), **found}))

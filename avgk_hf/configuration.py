@@ -22,7 +22,7 @@ from .calibration import FIELDS, Calibration
 from .checks import check_choice, check_counts, is_hub_id, is_number, plain, read_json, same_labels
 from .details import load_details, save_details
 from .files import new_file
-from .scores import HEADS, SCORES
+from .scores import HEADS, SCORES, VIEWS
 from .sets import check_k
 
 logger = logging.get_logger(__name__)
@@ -66,6 +66,8 @@ class AvgKConfig(PreTrainedConfig):
         head: Which head answers: `"ml"` (the paper), `"sccp"`, `"mean"` of both heads' scores, or `"auto"`, for each
             K the one with the highest validation accuracy; of a model with one head that is the ML head.
         sccp_head: Whether the model has the SCCP head besides the ML head.
+        test_time_augmentation: `"flip"` where the score of a class is the mean over an image and its mirror image, at
+            twice the cost; not while training.
         thresholds: {K: lambda_val} of the head that answers, from validation; K as text, lambda_val a plain float.
         heads: {K: head} that answers, as chosen on validation; only for `head="auto"`.
         calibration: Where the thresholds come from, and further what `Calibration` keeps; on disk that stands, with
@@ -93,6 +95,7 @@ class AvgKConfig(PreTrainedConfig):
     score: str = "softmax"
     head: str = "auto"
     sccp_head: bool = True
+    test_time_augmentation: str = "none"
     thresholds: dict[str, float | int] = field(default_factory=dict)
     heads: dict[str, str] = field(default_factory=dict)
     calibration: dict[str, Any] | None = None
@@ -113,6 +116,7 @@ class AvgKConfig(PreTrainedConfig):
         super().__post_init__(**kwargs)
         check_k(self.k)
         choices = {"score": SCORES, "head": (*HEADS, "auto"), "image_processor_type": (IMAGE_PROCESSOR,)}
+        choices["test_time_augmentation"] = VIEWS
         for name, allowed in choices.items():
             check_choice(f"config.{name}", getattr(self, name), allowed)
         if self.head == "auto" and not self.sccp_head:
@@ -158,12 +162,13 @@ class AvgKConfig(PreTrainedConfig):
             if not name.startswith("_"):
                 logger.warning(f"config.{name} is no field of {cls.__name__} and is left out.")
         check_labels(config_dict)
-        labels, score = config_dict.get("id2label") or {}, config_dict.get("score", cls.score)
+        labels = config_dict.get("id2label") or {}
         same = kwargs.get("num_labels", len(labels)) == len(labels)
         if labels and not (same and same_labels(kwargs.get("id2label", labels), labels)):
             known -= {*FIELDS, "train_counts"}
-        if kwargs.get("score", score) != score:
-            known -= {*FIELDS, "problem_type"}  # which the score implies
+        for name in ("score", "test_time_augmentation"):
+            if kwargs.get(name, stored := config_dict.get(name, getattr(cls, name))) != stored:
+                known -= {*FIELDS, "problem_type"}  # which the score implies
         if config_dict.get("thresholds") and "thresholds" not in known:
             logger.warning_once("the classes or the score are not those that were calibrated: thresholds are dropped.")
         return {name: value for name, value in config_dict.items() if name in known}

@@ -34,7 +34,7 @@ from .evaluation import Evaluation, run_model
 from .files import check_output_dir, copy_file, replacing, write_text
 from .modeling import AvgKForImageClassification
 from .questions import Question
-from .scores import restricted
+from .scores import restricted, view_logits
 from .sets import k_key
 
 logger = logging.getLogger(__name__)
@@ -54,6 +54,7 @@ class SetClassifier(nn.Module):
         kind: As in `score`.
         classes: As in `score`.
         weights: Of a balance, (L,), or None.
+        flip: Whether scores are means over an image and its mirror image.
     """
 
     def __init__(
@@ -63,19 +64,27 @@ class SetClassifier(nn.Module):
         kind: str,
         classes: list[int] | None = None,
         weights: Tensor | None = None,
+        flip: bool = False,
     ) -> None:
         super().__init__()
         self.backbone, self.heads, self.kind, self.classes = backbone, nn.ModuleList(heads), kind, classes
+        self.flip = flip
         self.register_buffer("weights", weights)
 
     def forward(self, pixel_values: Tensor, lambda_val: Tensor) -> tuple[Tensor, Tensor]:
         """Scores (b, L) in float32 and the sets (b, L) as a mask."""
-        features = self.backbone(pixel_values)  # (b, d)
-        logits = [head(features).float() for head in self.heads]
+        logits = self._logits(pixel_values)
+        if self.flip:
+            both = zip(logits, self._logits(pixel_values.flip(-1)), strict=True)
+            logits = [view_logits(*views, self.kind) for views in both]
         scores = sum(restricted(each, self.kind, self.classes) for each in logits) / len(logits)  # (b, L)
         scores = scores if self.weights is None else scores * self.weights
         best = torch.arange(scores.shape[-1], device=scores.device) == scores.argmax(-1, keepdim=True)
         return scores, (scores >= lambda_val) | best
+
+    def _logits(self, pixel_values: Tensor) -> list[Tensor]:
+        features = self.backbone(pixel_values)  # (b, d)
+        return [head(features).float() for head in self.heads]
 
 
 class _Logits(nn.Module):
@@ -111,7 +120,8 @@ def exportable(model: PreTrainedModel, k: float | None = None, balance: float | 
     head, how = calibration.answer(Question(k=k)).head, (calibration.classes, calibration.weights)
     if isinstance(model, AvgKForImageClassification):
         heads = {"ml": [model.ml_head], "sccp": [model.sccp_head], "mean": [model.ml_head, model.sccp_head]}[head]
-        module = SetClassifier(model.backbone, heads, model.config.score, *how)
+        flip = model.config.test_time_augmentation == "flip"
+        module = SetClassifier(model.backbone, heads, model.config.score, *how, flip)
     else:
         module = SetClassifier(_Logits(model), [nn.Identity()], calibration.score, *how)
     return copy.deepcopy(module).float().cpu().eval().requires_grad_(False)

@@ -99,6 +99,7 @@ def hyperparameters(config: AvgKConfig, args: Any) -> dict[str, Any]:
         "k": k_key(config.k),
         **config.hyperparameters,
         "score / head": f"{config.score} / {config.head}",
+        **({} if config.test_time_augmentation == "none" else {"test time": config.test_time_augmentation}),
         "epochs": args.num_train_epochs,
         "batch size": args.train_batch_size * args.gradient_accumulation_steps * args.world_size,
         "optimizer": getattr(args.optim, "value", args.optim),

@@ -24,7 +24,7 @@ from .details import load_details
 from .files import copy_file, make_folder, replacing, write_text
 from .pipeline import AverageKImageClassificationPipeline  # noqa: F401  (so that it travels with this file)
 from .questions import Question
-from .scores import answering_logits, head_logits
+from .scores import answering_logits, head_logits, view_logits
 from .sets import check_k
 from .weights import check_folder, load_backbone, refuse_adapter, shared_names, take_calibration, without_bars
 
@@ -283,8 +283,10 @@ class AvgKForImageClassification(PreTrainedModel):
             features: What `features` gave for the images (B, d), in their place.
             kwargs: Ignored, so that callers may pass what other models take.
         """
-        hidden_states = None
+        hidden_states, mirrored = None, self.config.test_time_augmentation == "flip" and not self.training
         if features is not None:
+            if mirrored:
+                raise ValueError("test_time_augmentation='flip' mirrors images: pass `pixel_values`, no features.")
             features = features.to(self.ml_head.weight)  # whose device and dtype are the model's
         elif output_hidden_states if output_hidden_states is not None else self.config.output_hidden_states:
             last, hidden_states = self.backbone.forward_intermediates(self._pixels(pixel_values))
@@ -292,6 +294,10 @@ class AvgKForImageClassification(PreTrainedModel):
         else:
             features = self.features(pixel_values)
         logits, second = self.ml_head(features), None if self.sccp_head is None else self.sccp_head(features)
+        if mirrored:
+            features = self.features(pixel_values.flip(-1))
+            logits = view_logits(logits, self.ml_head(features), self.config.score)
+            second = second if second is None else view_logits(second, self.sccp_head(features), self.config.score)
         heads = {"logits": logits, "sccp_logits": second}
         loss = None if labels is None else self._objective()(AvgKOutput(**heads), labels, index)
         if self.config.thresholds and not self.training:

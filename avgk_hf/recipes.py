@@ -23,7 +23,7 @@ from .data.datasets import ON_BAD_IMAGE
 from .data.transforms import AUGMENTATIONS
 from .losses import LOSSES, every_hyperparameter
 from .plain_yaml import read_recipe
-from .scores import HEADS, SCORES
+from .scores import HEADS, SCORES, VIEWS
 from .sets import check_k
 from .shell import MASK, is_secret
 from .statistics import SHOTS
@@ -53,6 +53,11 @@ class ModelArguments:
     k: float = HfArg(default=5, help="Average set size K, in [1, number of classes).")
     score: str = HfArg(default="softmax", help="What is thresholded.", metadata={"choices": list(SCORES)})
     head: str = HfArg(default="auto", help="Which head answers.", metadata={"choices": [*HEADS, "auto"]})
+    test_time_augmentation: str = HfArg(
+        default="none",
+        help="What else counts in an image's scores: its mirror image, at twice the cost.",
+        metadata={"choices": list(VIEWS)},
+    )
 
     def __post_init__(self) -> None:
         """Refuse a value that could only fail later, by the field's name."""

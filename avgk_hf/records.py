@@ -12,6 +12,7 @@ from .scores import HEADS, PROBABILITIES
 from .sets import check_k, k_key
 
 FILE = "calibration.json"
+AUGMENTATION = "test_time_augmentation"  # a field of a config on which scores depend
 PARTS = ("thresholds", "heads", "head", "head_thresholds", "coverage", "curve")  # of one balance
 MOST_BALANCES = 20  # of a calibration
 LEAST_PREVALENCE = 1e-12  # of a class, so that no weight vanishes in float32
@@ -31,6 +32,18 @@ def check_balance(balance: Any, name: str = "balance") -> float:
     if not is_number(balance) or not 0 <= balance <= 1:
         raise ValueError(f"{name}={balance!r} must be a number in [0, 1]: 0 counts every image alike, 1 every class.")
     return float(balance)
+
+
+def check_views(source: Mapping[str, Any], now: str) -> None:
+    """Refuse thresholds of other scores than the model gives since its config was changed.
+
+    Args:
+        source: Where the thresholds come from.
+        now: The model's test-time augmentation.
+    """
+    before = source.get(AUGMENTATION, "none")
+    if before != now:
+        raise ValueError(f"config.{AUGMENTATION}={now!r}, and the thresholds are of {before!r}: {AGAIN}")
 
 
 def checked_thresholds(thresholds: Any, name: str, num_labels: int, score: str) -> dict[float, float]:

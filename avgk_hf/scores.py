@@ -39,6 +39,7 @@ BALANCED = {
 }
 PROBABILITIES, SUM_TO_ONE = ("softmax", "sigmoid"), ("softmax",)  # what is known of some of them
 HEADS = ("ml", "sccp", "mean")
+VIEWS = ("none", "flip")  # of an image, besides itself, that count in its scores
 NO_FLOAT64 = ("mps",)  # devices without double precision
 
 
@@ -133,6 +134,27 @@ def answering_logits(
     elif head == "sccp":
         logits = sccp_logits
     return logits if weights is None else BALANCED[kind](logits.float(), weights.to(logits.device).log())
+
+
+def view_logits(one: Tensor, other: Tensor, kind: str) -> Tensor:
+    """Logits (n, L) whose score is the mean of those of two views of the same images, in float32.
+
+    They have the size of those of the views, and are these where both views agree, so that losses can read them.
+
+    Args:
+        one: Logits of one head for one view, (n, L).
+        other: Of the same head for the other.
+        kind: As in `score`.
+
+    Example:
+        >>> logits = view_logits(torch.tensor([[2.0, 0.0]]), torch.tensor([[2.0, 0.0]]), "softmax")
+        >>> torch.testing.assert_close(logits, torch.tensor([[2.0, 0.0]]))
+    """
+    one, other = one.float(), other.float()
+    mean = MEANS[kind](one, other)
+    if kind in SUM_TO_ONE:  # which says nothing of the size
+        mean = mean + (one.logsumexp(-1, keepdim=True) + other.logsumexp(-1, keepdim=True)) / 2
+    return mean
 
 
 def head_scores(

@@ -51,6 +51,7 @@ def build_model(arguments: ModelArguments, names: list[str]) -> AvgKForImageClas
     if arguments.in_chans != 3:
         model_args["in_chans"] = arguments.in_chans
     same = ("objective", "pretrained", "checkpoint", "image_size", "hyperparameters", "score", "head")
+    same += ("test_time_augmentation",)
     model = AvgKForImageClassification.from_timm(
         arguments.model,
         id2label=dict(enumerate(names)),
@@ -153,6 +154,11 @@ def make_trainer(
         )
     if data_args.cache_features and not model_args.freeze_backbone:
         raise ValueError("cache_features is for a backbone that does not learn: set `freeze_backbone: true` too.")
+    if data_args.cache_features and model_args.test_time_augmentation != "none":
+        raise ValueError(
+            f"cache_features keeps what the backbone says of an image, and test_time_augmentation="
+            f"{model_args.test_time_augmentation!r} needs its mirror image too: leave one of them out."
+        )
     set_seed(args.seed)
     model = build_model(model_args, data["train"].features["label"].names)
     trainer = AvgKTrainer(

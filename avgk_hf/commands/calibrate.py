@@ -31,6 +31,8 @@ def arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--plot", metavar="FILE", help=pictures)
     kept = "leave the heads as training chose them, so that coverage holds exactly on images like these"
     parser.add_argument("--keep-heads", action="store_true", help=kept)
+    views = "flip: from now on scores are means over an image and its mirror image, at twice the cost (what it was)"
+    parser.add_argument("--test-time-augmentation", choices=("none", "flip"), help=views)
     parser.add_argument("--out", help="folder for the calibrated model (default: write to MODEL)")
     parser.add_argument("--push", metavar="REPO", help="upload the folder of --out to the Hub")
 
@@ -45,10 +47,18 @@ def run(args: argparse.Namespace) -> int:
     from ..calibration import Calibration
     from ..classifiers import best_device, load_classifier, write_thresholds
     from ..hub import push_folder
+    from ..records import AUGMENTATION
     from ..scope import promise
 
     model = load_classifier(args.model).to(best_device())
     split, before = read_split(args, model.config), _recorded(model.config)
+    if args.test_time_augmentation:
+        if not hasattr(model.config, AUGMENTATION):
+            raise ValueError(
+                f"--test-time-augmentation is for models of this package, and {args.model} is a"
+                f" {type(model).__name__}: leave it out."
+            )
+        model.config.test_time_augmentation = args.test_time_augmentation
     how = {"per_class": args.per_class, "give_up": args.give_up, "select_by": args.select_by}
     how |= {"classes_from_dataset": args.classes_from_dataset, "keep_heads": args.keep_heads}
     if args.prevalence:

@@ -50,6 +50,7 @@ def describe(config: Any, folder: Path) -> dict[str, Any]:
         "hyperparameters": config.hyperparameters if ours else {},
         "k": calibration.k if ours or calibration.ks else None,
         "score": calibration.score,
+        "test_time_augmentation": getattr(config, "test_time_augmentation", "none"),
     }
     heads = {k_key(k): calibration.head(k) for k in calibration.ks}
     asked = {
@@ -113,6 +114,8 @@ def _as_text(name: str, found: dict[str, Any]) -> str:
         "classes": f"{len(classes):,} ({some}){trained}",
         "backbone": f"{found['backbone']}, input {found['input']}",
         "objective": f"{found['objective']}, K = {found['k']:g}{hyper}" if found["objective"] else "",
+        "mirrored": "scores are means over an image and its mirror image"
+        * (found["test_time_augmentation"] == "flip"),
         "average size": "",
         "coverage": "; ".join(f"{level} ({how})" for level, how in asked["coverage"].items()),
         "heads": ", ".join(f"K = {k}: {head}" for k, head in asked["heads"].items()),
