@@ -10,10 +10,11 @@ from datasets import Dataset, Image
 from .calibration import Calibration
 from .processes import gather_list
 from .questions import Question
-from .rows import Row, plain_number, row
+from .rows import BETWEEN, Row, plain_number, row
 from .scores import head_logits
 
 LARGEST_GROUP, LEAST_SHARE = 8, 0.1  # classes of a group, and how often two of them are listed together at least
+MOST_OTHERS = 3  # classes that a class's row names
 
 
 class Listed:
@@ -41,6 +42,7 @@ class Listed:
     def __init__(self, config: Any, k: float | None = None, balance: float | None = None) -> None:
         self.calibration, self.names = Calibration.of(config).at(balance), config.id2label
         self.k = self.calibration.k if k is None else k
+        self.train_counts: list[int] | None = getattr(config, "train_counts", None)
         self.answer = self.calibration.answer(Question(k=k, balance=balance))
         self._parts: list[tuple[int, list[np.ndarray]]] = []
 
@@ -84,28 +86,38 @@ class Listed:
         return pairs // number, pairs % number, times
 
     def by_class(self) -> list[Row]:
-        """One row for each class: its images, accuracy, mean set size, and the class it is listed with most often."""
-        number = len(self.names)
-        images = np.bincount(self.labels, minlength=number)
-        sizes = np.bincount(self.labels, self.sizes, number)
+        """One row for each class: its images, how many of them are found, and the classes it is listed with.
+
+        `named_first` is the share of its images whose set begins with it, `right_when_first` that of the images whose
+        set begins with it that are of it.
+        """
+        number, some = len(self.names), self.sizes > 0
+        images, sizes = np.bincount(self.labels, minlength=number), np.bincount(self.labels, self.sizes, number)
+        first, true = self.ids[self._starts[:-1][some]], self.labels[some]
+        named, right = (np.bincount(ids, minlength=number) for ids in (first, first[first == true]))
         own, other, times = self.counts()
         hits = np.zeros(number, int)
         hits[own[own == other]] = times[own == other]
         order = np.lexsort((other, -times, own))  # by class, the most frequent first
-        order = order[own[order] != other[order]]
-        firsts = dict(zip(own[order][::-1].tolist(), order[::-1].tolist(), strict=True))  # the first of each stays
+        others: dict[int, list[str]] = {}
+        for j, i, count in zip(own[order].tolist(), other[order].tolist(), times[order].tolist(), strict=True):
+            if i != j and len(others.setdefault(j, [])) < MOST_OTHERS:
+                others[j].append(f"{self.names[i]} {100 * count / images[j]:.0f}%")
         rows = []
         for j, count in enumerate(images.tolist()):
-            most = firsts.get(j)
+            trained = {} if self.train_counts is None else {"training_images": self.train_counts[j]}
             rows.append(
                 {
                     "species": self.names[j],
-                    "k": plain_number(self.k),
+                    **trained,
                     "images": count,
+                    "k": plain_number(self.k),
+                    "found": int(hits[j]),
                     "accuracy": round(hits[j] / count, 4) if count else None,
+                    "named_first": round(right[j] / count, 4) if count else None,
+                    "right_when_first": round(right[j] / named[j], 4) if named[j] else None,
                     "mean_size": round(sizes[j] / count, 2) if count else None,
-                    "listed_with": None if most is None else self.names[int(other[most])],
-                    "listed_share": None if most is None else round(times[most] / count, 4),
+                    "most_often_listed_with": BETWEEN.join(others.get(j, [])),
                 }
             )
         return rows
@@ -159,9 +171,11 @@ class Listed:
         for image in images:
             classes, scores = self.set_of(image)
             names = [{"label": self.names[int(j)], "score": float(s)} for j, s in zip(classes, scores, strict=True)]
-            label = {} if self.labels is None else {"species": self.names[int(self.labels[image])]}
-            path = self.stored(image).get("path") or f"image {image}"
-            found.append({**row(path, ("k", self.k), names), **label})
+            path, known = self.stored(image).get("path") or f"image {image}", {}
+            if self.labels is not None:
+                true = int(self.labels[image])
+                known = {"true_species": self.names[true], "true_in_set": "yes" if true in classes else "no"}
+            found.append({"image": path} | known | row(path, ("k", self.k), names))
         return found
 
     def stored(self, image: int) -> dict[str, Any]:

@@ -2,8 +2,9 @@
 
 A row is a mapping: `image`, what was asked for under its own name (`k`, `coverage`, ...), `size`, `set`, a list of
 `{"label", "score"}`, best first, and `error`, why there is none. In CSV, which people open in a spreadsheet, a set is
-two cells: `classes` and `scores`, joined by ` | `. No cell begins like a formula there: one that would has an
-apostrophe before it. A CSV file begins with a byte order mark, without which Excel garbles names in other scripts.
+the cells `best` and `best_score`, and of all its classes `classes` and `scores`, joined by ` | `. No cell begins like
+a formula there: one that would has an apostrophe before it. A CSV file begins with a byte order mark, without which
+Excel garbles names in other scripts.
 """
 
 import csv
@@ -88,16 +89,19 @@ def cell(value: Any) -> str:
 def cells(found: Row) -> dict[str, str]:
     """A row as CSV has it: text, and the set in two cells.
 
-    >>> cells(row("a.png", ("k", 2), [{"label": "=oak", "score": 0.75}, {"label": "elm", "score": 0.25}]))
-    {'image': 'a.png', 'k': '2', 'size': '2', 'classes': "'=oak | elm", 'scores': '0.7500 | 0.2500', 'error': ''}
+    >>> found = cells(row("a.png", ("k", 2), [{"label": "=oak", "score": 0.75}, {"label": "elm", "score": 0.25}]))
+    >>> list(found), list(found.values())[2:]  # doctest: +NORMALIZE_WHITESPACE
+    (['image', 'k', 'size', 'best', 'best_score', 'classes', 'scores', 'error'],
+     ['2', "'=oak", '0.7500', "'=oak | elm", '0.7500 | 0.2500', ''])
     """
     plain = {}
     for name, value in found.items():
         if name == "set":
-            plain["classes"] = BETWEEN.join(cell(each["label"]) for each in value)
-            plain["scores"] = cell(BETWEEN.join(f"{each['score']:.4f}" for each in value))
+            names, scores = [cell(each["label"]) for each in value], [f"{each['score']:.4f}" for each in value]
+            plain |= {"best": names[0] if names else "", "best_score": scores[0] if scores else ""}
+            plain |= {"classes": BETWEEN.join(names), "scores": cell(BETWEEN.join(scores))}
         else:
-            plain[name] = cell(value)
+            plain[name] = "" if name == "size" and found.get("error") else cell(value)
     return plain
 
 

@@ -15,6 +15,7 @@ from .sets import check_k, k_key
 
 RECORDED = (0.0, 0.5, 1.0)  # the balances that are calibrated besides the model's own
 GRID = (0.0, 0.25, 0.5, 0.75, 1.0)  # those whose trade-off is shown, and among which "auto" chooses
+LEAST_ASIDE = 500  # images of each half, where `calibration_split: auto` divides validation
 SELECT_BY = {"micro": "average_k_accuracy", "macro": "macro_accuracy"}  # what is to be high on validation
 
 
@@ -198,6 +199,7 @@ def promise(calibration: Calibration) -> str | None:
     return (
         f"coverage is approximate: the {' and the '.join(chosen)} {verb} chosen on the images of the calibration,"
         " so that somewhat fewer sets than asked for may hold the true class. `calibration_split: auto` in a recipe"
-        " avoids that from 1,000 validation images on, `avgk calibrate MODEL DATASET --split NEW --keep-heads` with"
-        " labelled images that chose nothing."
+        f" avoids that from {2 * LEAST_ASIDE:,} validation images on (these are"
+        f" {calibration.source.get('num_examples', 'fewer')}); so does `avgk calibrate MODEL DATASET --split NEW"
+        " --keep-heads` with labelled images that chose nothing."
     )

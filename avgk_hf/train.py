@@ -26,16 +26,15 @@ from .files import check_output_dir
 from .model_card import RESULTS, TRAINED
 from .modeling import AvgKForImageClassification
 from .recipes import DataArguments, ModelArguments, describe_fields, parse_recipe
-from .scope import promise
+from .scope import LEAST_ASIDE, promise
 from .sets import k_key
-from .shell import guarded, without_tokens
+from .shell import guarded, printable, without_tokens
 from .study.plots import set_size_histogram
 from .study.seeds import write_report
 from .trainer import AvgKTrainer
 from .training_args import AvgKTrainingArguments
 
 logger = logging.get_logger(__name__)
-LEAST_ASIDE = 500  # images of each half, where `calibration_split: auto` divides validation
 
 
 def build_model(arguments: ModelArguments, names: list[str]) -> AvgKForImageClassification:
@@ -190,6 +189,8 @@ def run(
     used, skipped = load_data(data_args, args, splits)
     if args.process_index == 0:
         print(short_form(count_images(used)))
+        if (Path(args.output_dir) / RESULTS).is_file() and not args.resume_from_checkpoint:
+            print(f"{args.output_dir} holds an earlier training, which this one replaces")
     trainer = make_trainer(model_args, data_args, args, used)
     trainer.train(resume_from_checkpoint=args.resume_from_checkpoint)
     trainer.evaluate()
@@ -275,6 +276,8 @@ def main(arguments: list[str] | None = None) -> None:
             text = run_seeds(arguments, keep=again)
         else:
             text = summary(run(model_args, data_args, args), args.output_dir)
+            made, data = (shlex.quote(printable(name)) for name in (args.output_dir, data_args.dataset))
+            text += f"\nnext: `avgk predict {made} PHOTOS --out sets.csv`, or `avgk evaluate {made} {data}`"
     except KeyboardInterrupt as stop:
         resume = [] if again else ["--resume_from_checkpoint", "last"]
         command = f"`{shlex.join(['avgk', 'train', *without_tokens(arguments), *resume])}`"

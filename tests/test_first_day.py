@@ -124,7 +124,12 @@ def test_the_recipe_of_init_trains(image_folder, tmp_path, monkeypatch, capsys):
     assert len(comments) >= 12 and any("network" in line for line in comments)
     small = ["--model", "test_resnet", "--pretrained", "false", "--num_train_epochs", "1", "--image_size", "32"]
     assert main(["train", "plants.yaml", *small]) == 0
-    assert printed.splitlines()[0] in capsys.readouterr().out  # what is trained on was counted
+    trained = capsys.readouterr().out
+    assert printed.splitlines()[0] in trained and "earlier training" not in trained  # what is trained on was counted
+    commands = "`avgk predict runs/plants PHOTOS --out sets.csv`, or `avgk evaluate runs/plants", photos.name
+    assert trained.endswith(f"saved to runs/plants\nnext: {' '.join(commands)}`\n")
+    assert main(["train", "plants.yaml", *small]) == 0
+    assert "runs/plants holds an earlier training, which this one replaces\n" in capsys.readouterr().out
     assert AvgKConfig.from_pretrained("runs/plants").thresholds.keys() == {"1", "1.5", "2", "3", "5"}
     assert main(["init", photos.name, "--out", "plants.yaml"]) == 2
     assert "plants.yaml exists and is kept" in capsys.readouterr().err
@@ -145,6 +150,16 @@ def test_init_follows_the_data(tmp_path, capsys):
     assert data.validation_split in ("valid", "validation")  # `datasets` may know the folder's name
     assert "grey images" in text and "only validation is reported" in text
     assert main(["init", str(tmp_path / "nothing"), "--out", str(tmp_path / "other.yaml")]) == 2
+    weights, other = tmp_path / "weights.safetensors", tmp_path / "other.yaml"
+    capsys.readouterr()
+    for given, reason in ((["test_resnet"], "there is no such file"), ([], "say with --model which timm model")):
+        named = ["--checkpoint", str(weights), *(["--model", *given] if given else [])]
+        assert main(["init", str(folder), "--out", str(other), *named]) == 2 and reason in capsys.readouterr().err
+    save_file(timm.create_model("test_resnet").state_dict(), weights)
+    given = ["--model", "test_resnet", "--checkpoint", str(weights)]
+    assert main(["init", str(folder), "--out", str(other), *given]) == 0
+    model, _, _ = parse_recipe([str(other)])
+    assert (model.model, model.checkpoint, model.pretrained) == ("test_resnet", str(weights), None)
 
 
 def test_backbones_have_weights_on_the_hub():

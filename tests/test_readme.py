@@ -37,7 +37,9 @@ def workplace(image_folder, tmp_path_factory):
     folder = tmp_path_factory.mktemp("readme")
     shutil.copytree(image_folder, folder / "my_plants")
     shutil.copytree(image_folder, folder / "field_labelled")
-    shutil.copytree(image_folder / "test", folder / "new_photos")
+    (folder / "new_photos").mkdir()
+    for path in (image_folder / "test").glob("*/*.png"):
+        shutil.copy(path, folder / "new_photos" / f"{path.parent.name} {path.name}")
     shutil.copytree(ROOT / "recipes", folder / "recipes")
     shutil.copy(image_folder / "test" / "oak" / "0.png", folder / "image.jpg")
     save_vit(folder / "my_classifier")

@@ -50,7 +50,7 @@ def test_predict_writes_a_row_for_each_image_and_k(ending, model_folder, image_f
     assert printed.out == "" and said in printed.err and f"written to {out}" in printed.err
     assert "left out 1 of 3 images" in printed.err and "broken.png cannot be read" in printed.err
     if ending == "csv":
-        assert out.read_bytes().startswith(b"\xef\xbb\xbfimage,k,size,classes,scores,error\n")
+        assert out.read_bytes().startswith(b"\xef\xbb\xbfimage,k,size,best,best_score,classes,scores,error\n")
         found = list(csv.DictReader(io.StringIO(out.read_text("utf-8-sig"))))
         sets = [each["classes"].split(" | ") if each["classes"] else [] for each in found]
     else:
@@ -58,12 +58,26 @@ def test_predict_writes_a_row_for_each_image_and_k(ending, model_folder, image_f
         found = list(map(json.loads, rows)) if rows else Dataset.from_parquet(str(out), cache_dir=tmp_path).to_list()
         sets = [[item["label"] for item in each["set"]] for each in found]
     assert [(each["image"], float(each["k"])) for each in found] == [(i, k) for i in images for k in (1, 2.5, 3)]
-    assert [int(each["size"]) for each in found] == list(map(len, sets))
+    assert [int(each["size"] or 0) for each in found] == list(map(len, sets))
+    if ending == "csv":
+        assert [each["best"] for each in found] == [one[0] if one else "" for one in sets]
+        assert [each["size"] == "" for each in found] == [bool(each["error"]) for each in found]
     assert [bool(each["error"]) for each in found] == [False] * 3 + [True] * 3 + [False] * 3
     for place, k in ((0, "1"), (1, "2.5"), (8, "3")):
         assert main(["predict", str(model_folder), found[place]["image"], "--k", k, "--json"]) == 0
         (alone,) = json.loads(capsys.readouterr().out)
         assert [item["label"] for item in alone["set"]] == sets[place]
+
+
+def test_what_is_replaced_and_what_is_longer_than_asked_for_is_said(model_folder, image_folder, tmp_path, capsys):
+    command = ["predict", str(model_folder), str(image_folder / "test"), "--k", "1", "--out", str(tmp_path / "a.csv")]
+    assert main(command) == 0
+    assert f"written to {tmp_path / 'a.csv'}\n" in (before := capsys.readouterr().err)
+    assert "longer sets than asked for" not in before
+    assert main([*command, "--min-size", "2"]) == 0
+    said = capsys.readouterr().err
+    assert f"written to {tmp_path / 'a.csv'}, in place of the file that was there\n" in said
+    assert "longer sets than asked for" in said and "Such a class is never listed" in said
 
 
 def test_csv_can_be_printed_and_holds_no_formula(make_model, tmp_path, capsys):
@@ -133,10 +147,10 @@ def test_all_metrics_can_be_printed(model_folder, image_folder, capsys):
         printed[how] = capsys.readouterr().out
     metrics = json.loads(printed["--json",])
     assert all(f"\n{name} " in f"\n{printed['--all',]}" for name in metrics)
-    first = [line.split()[0] for line in printed[()].splitlines()[:4]]
+    first = [line.split()[0] for line in printed[()].splitlines()[2:6]]
     assert first == ["K", "1", "2", "3"] and "lambda_val" not in printed[()]
     shown = f"{100 * metrics['average_k_accuracy@3']:.2f}%"
-    assert shown in printed[()].splitlines()[3] and len(printed[()].splitlines()) < 15
+    assert shown in printed[()].splitlines()[5] and len(printed[()].splitlines()) < 17
 
 
 def listed_of(sets, labels, num_labels):
@@ -164,15 +178,24 @@ def test_species_and_those_they_are_listed_with():
     rows = listed.by_class()
     assert rows[0] == {
         "species": "LABEL_0",
-        "k": 1,
         "images": 2,
+        "k": 1,
+        "found": 2,
         "accuracy": 1.0,
+        "named_first": 1.0,
+        "right_when_first": 1.0,
         "mean_size": 1.5,
-        "listed_with": "LABEL_1",
-        "listed_share": 0.5,
+        "most_often_listed_with": "LABEL_1 50%",
     }
     assert [each["accuracy"] for each in rows] == [1.0, 0.5, 1.0, None, None, None]
-    assert rows[2]["listed_with"] == "LABEL_3" and rows[2]["listed_share"] == 1.0 and rows[3]["images"] == 0
+    assert rows[2]["most_often_listed_with"] == "LABEL_3 100%" and rows[3]["images"] == 0
+    # of class 1 one image begins with it and one with 4; of class 2 one with it and one with 3
+    assert [each["named_first"] for each in rows] == [1.0, 0.5, 0.5, None, None, None]
+    assert [each["right_when_first"] for each in rows] == [1.0, 1.0, 1.0, 0.0, 0.0, None]
+    listed.train_counts = [7, 6, 5, 4, 3, 2]
+    assert [each["training_images"] for each in listed.by_class()] == listed.train_counts
+    many = listed_of([[0, 1, 2, 3, 4], [0, 4]], [0, 0], 6).by_class()[0]
+    assert many["most_often_listed_with"] == "LABEL_4 100% | LABEL_1 50% | LABEL_2 50%"
     groups, shares, crowded = listed.groups(most=5)
     assert groups == [[2, 3], [0, 1, 4]] and shares[0].tolist() == [1, 1, 0, 0, 0]
     assert shares[2].tolist() == [0, 0, 1, 0.5, 0] and shares[4].tolist() == [0] * 5
@@ -194,7 +217,10 @@ def test_evaluate_writes_species_and_unsure_images(model_folder, image_folder, t
     sizes = [int(each["size"]) for each in unsure]
     assert len(sizes) == 7 and sizes == sorted(sizes, reverse=True) and {each["k"] for each in unsure} == {"3"}
     for each in unsure:
-        assert Path(each["image"]).parent.name == each["species"] and Path(each["image"]).is_file()
+        assert Path(each["image"]).parent.name == each["true_species"] and Path(each["image"]).is_file()
+        assert (each["true_in_set"] == "yes") == (each["true_species"] in each["classes"].split(" | "))
+    assert f"{Path(image_folder).name}, split test: 30 images\n\n" in printed
+    assert f"written to {table}: a row for each class\n" in printed
     for picture in (table.with_suffix(".png"), out / "contact_sheet.png"):
         assert picture.read_bytes()[:4] == b"\x89PNG" and str(picture) in printed
     flat = tmp_path / "flat"

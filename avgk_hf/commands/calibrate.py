@@ -7,8 +7,16 @@ from typing import Any
 
 from ..files import new_file, refuse_link, replacing
 from ..shell import printable
-from .evaluate import is_first_process, measure, print_metrics, quiet_unless_first, read_split, shared_arguments
-from .options import balance, check_model, check_pictures, labels_of, say_left_out
+from .evaluate import (
+    is_first_process,
+    measure,
+    print_metrics,
+    quiet_unless_first,
+    read_split,
+    say_split,
+    shared_arguments,
+)
+from .options import balance, check_model, check_pictures, labels_of, say_left_out, say_written
 
 HELP = "compute a model's thresholds on validation images"
 
@@ -70,6 +78,7 @@ def run(args: argparse.Namespace) -> int:
         save_classifier(model, args.out, metrics, args.push)
     else:
         write_thresholds(model, args.model)
+    say_split(split, args)
     print_metrics(metrics, args, getattr(model.config, "k", None))
     calibration = Calibration.of(model.config)
     if args.plot:
@@ -131,11 +140,15 @@ def _draw(calibration: Any, args: argparse.Namespace) -> None:
     name, path = title_of(args.model), Path(args.plot)
     at = [f", K = {k:g}: accuracy {100 * c:.1f}%" for k, _, _, c, _ in calibration.curve if k == calibration.k]
     title = f"{name}{''.join(at)}. What larger sets buy, {args.split}"
-    if not tradeoff_curve({name: calibration.curve}, path, title):
+    if tradeoff_curve({name: calibration.curve}, path, title):
+        say_written(path, "what larger sets buy", args)
+    else:
         print("K = 1 alone makes no curve, so there is no picture: add e.g. --k 1 2 5.", file=sys.stderr)
     if calibration.tradeoff:
         title = f"{name}: what a balance is worth on {args.split}"
-        balance_curves(calibration.tradeoff, path.with_name(f"{path.stem}_balance{path.suffix}"), title)
+        path = path.with_name(f"{path.stem}_balance{path.suffix}")
+        balance_curves(calibration.tradeoff, path, title)
+        say_written(path, "what a balance is worth", args)
 
 
 def _recorded(config: Any) -> dict[str, dict[str, Any]]:

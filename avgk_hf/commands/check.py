@@ -5,7 +5,7 @@ import json
 from typing import Any
 
 from ..shell import printable
-from .options import check_pictures, data_arguments, read_splits
+from .options import check_pictures, data_arguments, read_splits, say_written
 
 HELP = "look at a dataset before training: counts, broken and repeated images, names (exit code 1 where something is)"
 MOST = 40  # classes that are printed, and 5 problems of a kind; --json has all
@@ -39,6 +39,7 @@ def run(args: argparse.Namespace) -> int:
 
         title = f"{title_of(args.dataset)}: {short_form(found.counts, args.train_split)}"
         count_bars(found.names, found.counts, args.plot, title)
+        say_written(args.plot, "the images of each class", args)
     return int(bool(found.problems))
 
 

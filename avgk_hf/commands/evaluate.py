@@ -24,6 +24,7 @@ from .options import (
     labels_of,
     per_class_of,
     say_left_out,
+    say_written,
 )
 
 HELP = "evaluate a calibrated model; on images without labels only the sizes of its sets"
@@ -104,6 +105,7 @@ def run(args: argparse.Namespace) -> int:
         return 0
     if args.out:
         write_text(args.out, json.dumps(metrics, indent=2) + "\n")
+    say_split(split, args)
     print_metrics(metrics, args, monitor.k if "num_images" in metrics else getattr(model.config, "k", None))
     if not monitor.drifted and not args.json:  # a drift was said already
         print(monitor.message())
@@ -111,41 +113,45 @@ def run(args: argparse.Namespace) -> int:
         from ..study.plots import set_size_course
 
         set_size_course(monitor, args.plot, title_of(args.model))
-    for path in _show_sets(listed, args, title_of(args.model)) if listed else ():
-        print(printable(path), file=sys.stderr if args.json else sys.stdout)
+        say_written(args.plot, "the mean set size, image by image", args)
+    for path, what in _show_sets(listed, args, title_of(args.model)).items() if listed else ():
+        say_written(path, what, args)
     return say_left_out(*left_out)
 
 
-def _show_sets(listed: Any, args: argparse.Namespace, name: str) -> list[Path]:
-    """Write what was asked for about the sets, and return the files."""
+def _show_sets(listed: Any, args: argparse.Namespace, name: str) -> dict[Path, str]:
+    """Write what was asked for about the sets, and return the files, and what each of them shows."""
     from ..study.class_plots import confusion_groups
     from ..study.plots import contact_sheet
 
-    asked, files = f"{name}, K = {listed.k:g}", []
+    asked, files = f"{name}, K = {listed.k:g}", {}
     if listed.labels is not None:
         asked += f", accuracy {100 * listed.accuracy:.1f}%"
     if args.per_species:
-        files.append(Path(args.per_species))
-        with written_to(files[0]) as write:
+        table = Path(args.per_species)
+        with written_to(table) as write:
             write(listed.by_class())
+        files[table] = "a row for each class"
         groups, shares, crowded = listed.groups(SHOWN_CLASSES)
         if groups:
-            files.append(files[0].with_suffix(".png"))
+            picture = table.with_suffix(".png")
             names = [[listed.names[j] for j in group] for group in groups]
             title = f"{asked}: classes that are listed together"
-            confusion_groups(names, shares, files[-1], title, len(listed.names), crowded)
+            confusion_groups(names, shares, picture, title, len(listed.names), crowded)
+            files[picture] = "classes that are listed together"
         else:
             print("no two classes are listed together often, so there is no picture of them.", file=sys.stderr)
     if args.unsure:
         images = listed.longest(args.unsure)
-        files += [Path(args.unsure_out) / "unsure.csv", Path(args.unsure_out) / "contact_sheet.png"]
-        with written_to(files[-2]) as write:
+        table, picture = Path(args.unsure_out) / "unsure.csv", Path(args.unsure_out) / "contact_sheet.png"
+        with written_to(table) as write:
             write(listed.rows(images))
         shown, (sets, scores) = images[:SHOWN_IMAGES], zip(*map(listed.set_of, images[:SHOWN_IMAGES]), strict=True)
         labels = None if listed.labels is None else listed.labels[shown].tolist()
         pictures = [listed.stored(image) for image in shown]
         title = f"{asked}: the photographs with the longest sets, as in unsure.csv"
-        contact_sheet(pictures, sets, labels, listed.names, files[-1], scores, title, ordered=False)
+        contact_sheet(pictures, sets, labels, listed.names, picture, scores, title, ordered=False)
+        files |= {table: f"the {len(images)} images with the longest sets", picture: "the same as pictures"}
     return files
 
 
@@ -285,6 +291,12 @@ def quiet_unless_first() -> None:
 
         logging.getLogger("avgk_hf").setLevel(logging.ERROR)
         datasets.disable_progress_bars()
+
+
+def say_split(split: Any, args: argparse.Namespace) -> None:
+    """What was measured on, before the tables; a stream does not know how much it was."""
+    if not args.json and not args.streaming:
+        print(printable(f"{name_of(args)}, split {split.split or args.split}: {len(split):,} images\n"))
 
 
 def print_metrics(metrics: dict[str, float], args: argparse.Namespace, own_k: float | None) -> None:

@@ -15,15 +15,15 @@ FEW = 5_000  # training images up to which the backbone stays as it is
 BACKBONES = ((FEW, "resnet50.a1_in1k", 64), (50_000, "resnet50.a1_in1k", 64), (float("inf"), "convnext_tiny", 64))
 PER_CLASS = (20, 15, 10, 5)  # validation images of each class, where they are taken from train
 SEEN = 20_000  # images that a short fine-tuning sees in all its epochs
+KNOWN = "training images; any name of timm.list_models(pretrained=True) will do"
 SIZES = ((10, 1.5), (50, 2), (200, 3), (float("inf"), 5))  # K for fewer classes than this
 RECIPE = """\
 # {summary}
 # written by `avgk init`; train with `avgk train {out}`, change any line, or override it: `--k 3`
 
 # model
-model: {model}  # for {images:,} training images; any name of timm.list_models(pretrained=True) will do
-pretrained: true  # its weights are downloaded once, so the first training needs the network
-# checkpoint: weights.safetensors  # or a file of them, where there is none; `model:` must be the model they are of
+model: {model}
+{weights}
 image_size: {side}  # {side_reason}
 in_chans: 3  # {colour}
 {what}
@@ -49,6 +49,9 @@ logging_strategy: epoch
 dataloader_num_workers: {workers}  # processes that read images
 seed: 0
 """
+DOWNLOADED = """\
+pretrained: true  # its weights are downloaded once, so the first training needs the network
+# checkpoint: weights.safetensors  # or a file of them, where there is none; `model:` must be the model they are of"""
 # what learns, and how: the classes alone, or all weights
 FROZEN = """\
 freeze_backbone: true  # few images: only what tells classes apart is learnt, in minutes; false for the whole network
@@ -67,12 +70,17 @@ weight_decay: 0.05"""
 
 def arguments(parser: argparse.ArgumentParser) -> None:
     data_arguments(parser)
+    parser.add_argument("--model", help="timm model (one that suits this many images)")
+    parser.add_argument("--checkpoint", metavar="FILE", help="its weights, a .safetensors file (downloaded)")
     parser.add_argument("--out", default="recipe.yaml", help="file to write, which must be new (%(default)s)")
 
 
 def run(args: argparse.Namespace) -> None:
     if refuse_link(args.out).exists():
         raise FileExistsError(f"{args.out} exists and is kept: name another file with --out, or remove it.")
+    if args.checkpoint and not (args.model and os.path.isfile(args.checkpoint)):
+        reason = "say with --model which timm model they are of" if not args.model else "there is no such file"
+        raise ValueError(f"--checkpoint {args.checkpoint}: {reason}.")
     text = recipe_for(read_splits(args), args)
     write_text(args.out, text)
     print(f"{text.partition(chr(10))[0][2:]}\nwritten to {args.out}; train with `avgk train {shlex.quote(args.out)}`")
@@ -104,8 +112,8 @@ def recipe_for(splits: Any, args: argparse.Namespace) -> str:
     return RECIPE.format(
         summary=short_form(counts),
         out=shlex.quote(args.out) if args.out.isprintable() else "RECIPE",
-        model=model,
-        images=images,
+        model=f"{_quoted(args.model)}  # as asked for" if args.model else f"{model}  # for {images:,} {KNOWN}",
+        weights=f"checkpoint: {_quoted(args.checkpoint)}  # its weights" if args.checkpoint else DOWNLOADED,
         side=side,
         side_reason=f"the images have a shorter side of {median} pixels, in the median; 128 trains faster",
         colour="grey images, shown to the backbone as colour, which its weights know" if grey else "colour",

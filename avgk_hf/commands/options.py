@@ -107,6 +107,11 @@ def per_class_of(args: argparse.Namespace) -> bool | float:
     return {0.0: False, 1.0: True}.get(args.per_class_weight, args.per_class_weight)
 
 
+def say_written(path: object, what: str, args: argparse.Namespace) -> None:
+    """Name a file that was written, and what it shows; beside the answer where that is for a program."""
+    print(printable(f"written to {path}: {what}"), file=sys.stderr if args.json else sys.stdout)
+
+
 def say_left_out(faults: list[str], number: int, left_out: int | None = None) -> int:
     """List the images that could not be read, where there are such, and return the exit code.
 

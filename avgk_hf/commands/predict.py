@@ -27,6 +27,11 @@ from .options import (
 HELP = "the predicted set of each image, printed or written: as many classes as it needs, best first"
 EXAMPLE = "avgk predict runs/plants photos --k 1 2 5 --out sets.csv"
 SHARD = 8192
+LONGER, ENOUGH = 1.25, 10  # times the K that was asked for, of so many images: worth a word
+UNKNOWN = (
+    "longer sets than asked for: these images may differ from those of the calibration, or show classes that the model"
+    " does not know. Such a class is never listed, and a wrong one may score high."
+)
 SOURCE = "image files, folders, lists (.txt), WebDataset .tar, .parquet, saved datasets, or datasets on the Hub"
 
 
@@ -67,7 +72,7 @@ def arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     check_model(args.model, args.k)
-    to_folder = _to_folder(args)
+    to_folder, args.replaces = _to_folder(args), bool(args.out) and Path(args.out).is_file()
     from ..checks import check_whole, is_hub_id, near_folder
 
     near = near_folder(args.images[0])  # before torch is imported, and before the Hub is asked for a misspelt one
@@ -170,8 +175,11 @@ def _say(args: argparse.Namespace, column: str, tally: Any, new: str) -> None:
         images = f"{number} image{'s' * (number != 1)}"
         text = f"{args.model}, {_words(column, value)}: {total / number:.2f} classes on average over {images}{new}"
         print(printable(text), file=sys.stderr)
+        if column == "k" and number >= ENOUGH and total / number > LONGER * float(value):
+            print(UNKNOWN, file=sys.stderr)
     if args.out and number:
-        print(printable(f"written to {args.out}"), file=sys.stderr)
+        before = ", in place of the file that was there" * args.replaces
+        print(printable(f"written to {args.out}{before}"), file=sys.stderr)
     say_left_out(tally.faults, tally.images, tally.left_out)
 
 
