@@ -2,6 +2,7 @@
 
 import json
 import logging
+import shlex
 import shutil
 from functools import partial
 from pathlib import Path
@@ -126,8 +127,8 @@ def test_the_recipe_of_init_trains(image_folder, tmp_path, monkeypatch, capsys):
     assert main(["train", "plants.yaml", *small]) == 0
     trained = capsys.readouterr().out
     assert printed.splitlines()[0] in trained and "earlier training" not in trained  # what is trained on was counted
-    commands = "`avgk predict runs/plants PHOTOS --out sets.csv`, or `avgk evaluate runs/plants", photos.name
-    assert trained.endswith(f"saved to runs/plants\nnext: {' '.join(commands)}`\n")
+    commands = "`avgk predict runs/plants PHOTOS --out sets.csv`, or `avgk evaluate runs/plants"
+    assert trained.endswith(f"saved to runs/plants\nnext: {commands} {shlex.quote(photos.name)}`\n")
     assert main(["train", "plants.yaml", *small]) == 0
     assert "runs/plants holds an earlier training, which this one replaces\n" in capsys.readouterr().out
     assert AvgKConfig.from_pretrained("runs/plants").thresholds.keys() == {"1", "1.5", "2", "3", "5"}

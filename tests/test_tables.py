@@ -194,7 +194,7 @@ def test_species_and_those_they_are_listed_with():
     assert [each["right_when_first"] for each in rows] == [1.0, 1.0, 1.0, 0.0, 0.0, None]
     listed.train_counts = [7, 6, 5, 4, 3, 2]
     assert [each["training_images"] for each in listed.by_class()] == listed.train_counts
-    many = listed_of([[0, 1, 2, 3, 4], [0, 4]], [0, 0], 6).by_class()[0]
+    many = listed_of([[0, 1, 2, 3, 4], [0, 4], [1]], [0, 0, 1], 6).by_class()[0]
     assert many["most_often_listed_with"] == "LABEL_4 100% | LABEL_1 50% | LABEL_2 50%"
     groups, shares, crowded = listed.groups(most=5)
     assert groups == [[2, 3], [0, 1, 4]] and shares[0].tolist() == [1, 1, 0, 0, 0]

@@ -296,7 +296,7 @@ def quiet_unless_first() -> None:
 def say_split(split: Any, args: argparse.Namespace) -> None:
     """What was measured on, before the tables; a stream does not know how much it was."""
     if not args.json and not args.streaming:
-        print(printable(f"{name_of(args)}, split {split.split or args.split}: {len(split):,} images\n"))
+        print(printable(f"{name_of(args)}, split {split.split or args.split}: {len(split):,} images"), end="\n\n")
 
 
 def print_metrics(metrics: dict[str, float], args: argparse.Namespace, own_k: float | None) -> None:
