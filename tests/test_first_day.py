@@ -404,3 +404,18 @@ def test_a_strangers_record_of_choices_is_harmless(chosen):
     config = AvgKConfig(architecture="test_resnet", num_labels=3, k=1)
     Calibration.store(config, {1: 0.5}, {"chosen": chosen}, coverage={"lac": {"0.9": 0.3}})
     assert promise(Calibration.of(config)) is None
+
+
+def test_an_image_that_lies_deeper_or_higher_than_others_is_named(tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    write_images(Path("birds/train"), dict.fromkeys(CLASSES, 2), seed=0)
+    for place, words in (
+        ("train/oak/2024/sub.png", "lies deeper than the others: move it up."),
+        ("train/sub.png", "lies higher than the others: move it to those of its class."),
+    ):
+        file = Path("birds", place)
+        file.parent.mkdir(exist_ok=True)
+        shutil.copy("birds/train/ash/0.png", file)
+        assert main(["check", "birds"]) == 2
+        assert capsys.readouterr().err == f"avgk check: dataset 'birds': {place} {words}\n"
+        file.unlink()

@@ -4,6 +4,7 @@ import logging
 import os
 from collections.abc import Mapping
 from pathlib import Path
+from statistics import mode
 from typing import Any
 
 import pyarrow.parquet as pq
@@ -29,6 +30,7 @@ from .cub import is_cub, load_cub
 from .datasets import contract, split_validation, without_bars
 from .glyphs import load_glyphs
 from .plantnet import is_plantnet, load_plantnet
+from .sources import image_files
 from .streams import Stream, anywhere, undecoded
 from .tiny_imagenet import is_tiny_imagenet, load_tiny_imagenet
 
@@ -238,7 +240,8 @@ def _columns(splits: Mapping[str, Any], dataset: str, columns: dict[str, str], u
             if column not in (split.column_names or []):
                 if list(columns.values()) == ["image", "label"] and split.column_names == ["image"]:
                     raise ValueError(
-                        f"dataset {dataset!r} does not say which class its images are of: they belong in one folder"
+                        _misplaced(dataset)
+                        or f"dataset {dataset!r} does not say which class its images are of: they belong in one folder"
                         f" for each of two or more classes, none deeper than others, {dataset}/train/<class>/x.jpg."
                         " (In a table, the column of classes is named with `label_column:` or `--label-column`.)"
                     )
@@ -248,6 +251,20 @@ def _columns(splits: Mapping[str, Any], dataset: str, columns: dict[str, str], u
                     f" the right one with `{ours}_column:` in a recipe, `--{ours}-column` for a command.{hint}"
                 )
     return columns
+
+
+def _misplaced(dataset: str) -> str | None:
+    """What to say of an image file that lies deeper or higher than most, for which no class is known; None for none."""
+    paths = [path.relative_to(dataset) for path in image_files(dataset)]
+    depths = [len(path.parts) for path in paths]
+    usual = mode(depths or [0])  # that of the first, where there are two
+    others = [path.as_posix() for path, depth in zip(paths, depths, strict=True) if depth != usual]
+    if usual < 2 or not others:
+        return None
+    deeper = others[0].count("/") >= usual
+    more = f" (and so do {len(others) - 1:,} more)" if len(others) > 1 else ""
+    where = "deeper than the others: move it up" if deeper else "higher than the others: move it to those of its class"
+    return f"dataset {dataset!r}: {others[0]} lies {where}{more}."
 
 
 def _class_names(splits: DatasetDict, dataset: str, label_column: str) -> list[str]:
