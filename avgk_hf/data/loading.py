@@ -254,17 +254,12 @@ def _columns(splits: Mapping[str, Any], dataset: str, columns: dict[str, str], u
 
 
 def _misplaced(dataset: str) -> str | None:
-    """What to say of an image file that lies deeper or higher than most, for which no class is known; None for none."""
+    """The first image file that lies deeper or higher than most, in a sentence; None where there is none."""
     paths = [path.relative_to(dataset) for path in image_files(dataset)]
-    depths = [len(path.parts) for path in paths]
-    usual = mode(depths or [0])  # that of the first, where there are two
-    others = [path.as_posix() for path, depth in zip(paths, depths, strict=True) if depth != usual]
-    if usual < 2 or not others:
-        return None
-    deeper = others[0].count("/") >= usual
-    more = f" (and so do {len(others) - 1:,} more)" if len(others) > 1 else ""
-    where = "deeper than the others: move it up" if deeper else "higher than the others: move it to those of its class"
-    return f"dataset {dataset!r}: {others[0]} lies {where}{more}."
+    usual = mode([len(path.parts) for path in paths] or [0])
+    for path in (path for path in paths if usual > 1 and len(path.parts) != usual):
+        where, remedy = ("deeper", "up") if len(path.parts) > usual else ("higher", "to those of its class")
+        return f"dataset {dataset!r}: {path.as_posix()} lies {where} than the others: move it {remedy}."
 
 
 def _class_names(splits: DatasetDict, dataset: str, label_column: str) -> list[str]:
