@@ -440,6 +440,7 @@ def test_check_names_other_formats_and_empty_folders(tmp_path, monkeypatch, caps
     write_images(Path("birds/test"), dict.fromkeys(CLASSES, 1), seed=1)
     Path("birds/train/Ivory Gull").mkdir()
     Path("birds/train/.cache").mkdir()
+    Path("birds/.git/hooks").mkdir(parents=True)
     for name in ("ash/a.HEIC", "oak/b.cr2", "oak/c.nef", "oak/d.nef"):
         Path("birds/train", name).touch()
     assert main(["check", "birds", "--json"]) == 1

@@ -107,8 +107,9 @@ def beside_images(folder: str | Path) -> dict[str, list[str]]:
     held, own = {parent for path in paths for parent in path.parents}, len(Path(folder).parts)
     depth = mode([len(path.parts) - 1 - own for path in paths] or [0])
     places = Path(folder).glob("/".join("*" * depth)) if depth else ()
-    places = (place for place in sorted(places) if place.is_dir() and not place.is_symlink() and place.name[0] != ".")
-    empty = [f"{place.relative_to(folder).as_posix()} has no image" for place in places if place not in held]
+    places = (place for place in sorted(places) if place.is_dir() and not place.is_symlink() and place not in held)
+    names = [place.relative_to(folder).as_posix() for place in places]
+    empty = [f"{name} has no image" for name in names if "/." not in f"/{name}"]  # hidden ones are left alone
     other = left_out(folder)
     return ({"other formats": [other]} if other else {}) | ({"empty folders": empty} if empty else {})
 
