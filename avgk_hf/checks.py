@@ -178,8 +178,9 @@ def model_folder(name: str) -> Path | None:
         raise NotADirectoryError(f"{name!r} is a file; name the folder of a saved model.")
     if (near := near_folder(name)) is not None:
         raise FileNotFoundError(f"there is no model folder {name!r}; did you mean {near!r}?")
-    if folder.is_absolute() or name.startswith((".", "~")) or name.count("/") > 1:
-        raise FileNotFoundError(f"there is no model folder {name!r}.")
+    if folder.is_absolute() or name.startswith((".", "~", "runs/")) or name.count("/") > 1:
+        remedy = "train one first (`avgk train RECIPE`), or check the name"
+        raise FileNotFoundError(f"there is no model folder {name!r}: {remedy}.")
     return None
 
 

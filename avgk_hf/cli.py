@@ -3,12 +3,14 @@
 import argparse
 import importlib
 import sys
+from collections.abc import Iterable
 from difflib import get_close_matches
 from types import ModuleType
+from typing import NoReturn
 
 from . import __version__
 from .files import open_log
-from .shell import guarded, logged
+from .shell import guarded, logged, printable
 
 COMMANDS = (
     "demo", "check", "init", "train", "calibrate", "evaluate", "predict", "info", "sweep", "compare",
@@ -16,9 +18,17 @@ COMMANDS = (
 )  # fmt: skip
 
 
+class _Parser(argparse.ArgumentParser):
+    def error(self, message: str, word: str = "", known: Iterable[str] = ()) -> NoReturn:
+        """End with one line, and what may be meant by a word that is not known."""
+        near = get_close_matches(word.partition("=")[0].lower(), known, 1)
+        near = f"; did you mean {near[0]}?" if near else ""
+        self.exit(2, f"{self.prog}: {printable(message)}{near} (`{self.prog} --help` lists the options)\n")
+
+
 def build_parser(*names: str) -> argparse.ArgumentParser:
     """The options before a command, and those of the named commands, by default of all."""
-    parser = argparse.ArgumentParser(
+    parser = _Parser(
         prog="avgk",
         description="Image classification with as many classes as the image needs, K on average.",
         epilog="`avgk COMMAND --help` explains a command. With AVGK_DEBUG=1 errors come with their traceback.",
@@ -39,26 +49,21 @@ def find(name: str) -> ModuleType:
     return importlib.import_module(f"avgk_hf.commands.{name}")
 
 
-def _refuse(parser: argparse.ArgumentParser, command: str, unknown: list[str]) -> None:
-    """End with what is unknown, and the option that may be meant, in the words of the command."""
-    commands = next(action for action in parser._actions if isinstance(action.choices, dict))
-    own = commands.choices[command]
-    word = unknown[0].partition("=")[0]
-    near = get_close_matches(word.lower(), own._option_string_actions, 1)
-    own.error(f"unrecognized arguments: {' '.join(unknown)}{f'; did you mean {near[0]}?' if near else ''}")
-
-
 def main(arguments: list[str] | None = None) -> int:
     """Entry point of `avgk`; returns the exit code."""
-    before = argparse.ArgumentParser(prog="avgk", add_help=False, allow_abbrev=False)  # what precedes the command
+    before = _Parser(prog="avgk", add_help=False, allow_abbrev=False)  # what precedes the command
     before.add_argument("--log", metavar="FILE")
     before.add_argument("command", nargs=argparse.REMAINDER)
     found, unknown = before.parse_known_args(arguments)
-    words = unknown + found.command
+    words = unknown + found.command or ["--help"]
     parser = build_parser(*(name for name in words[:1] if name in COMMANDS))
+    known = (*COMMANDS, *parser._option_string_actions)
+    if words[0] not in known:
+        parser.error(f"there is no command or option {words[0]!r}", words[0], known)
     args, unknown = parser.parse_known_args(words)
     if unknown and "overrides" not in args:
-        _refuse(parser, args.command, unknown)
+        own = next(action for action in parser._actions if isinstance(action.choices, dict)).choices[args.command]
+        own.error(f"unrecognized arguments: {' '.join(unknown)}", unknown[0], own._option_string_actions)
     args.overrides = unknown
     try:
         file = None if found.log is None else open_log(found.log)

@@ -102,10 +102,10 @@ def check_level(level: Any, name: str = "coverage") -> float:
     """Return a coverage level if it is a number strictly between 0 and 1, and raise otherwise."""
     level = plain(level)
     if not is_number(level) or not 0 < level < 1:
-        raise ValueError(
-            f"{name}={level!r} must be a number between 0 and 1, the share of images whose set holds the true class."
-            " Set it to e.g. 0.95."
-        )
+        percent = is_number(level) and 1 < level < 100
+        remedy = f"; did you mean {level / 100:g}?" if percent else ". Set it to e.g. 0.95."
+        text = f"{name}={level!r} must be a number between 0 and 1, the share of images whose set holds the true class"
+        raise ValueError(text + remedy)
     return float(level)
 
 

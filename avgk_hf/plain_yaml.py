@@ -1,5 +1,6 @@
 """YAML that holds plain values and nothing else: recipes, and what a dataset's README says of itself."""
 
+import shlex
 from pathlib import Path
 from typing import Any
 
@@ -65,6 +66,9 @@ def load_yaml(text: str) -> Any:
 
 def read_recipe(path: Path) -> dict[str, Any]:
     """The `key: value` pairs of a recipe file."""
+    if path.is_dir() and not (path / "config.json").exists():  # which a model has
+        remedy = f"`avgk init {shlex.quote(str(path))} --out recipe.yaml` writes one"
+        raise IsADirectoryError(f"{path} is a folder of images, no recipe: {remedy}.")
     if not path.is_file():
         raise FileNotFoundError(f"there is no recipe {str(path)!r}; name a YAML file.")
     try:

@@ -56,11 +56,23 @@ def test_every_command_has_help(capsys):
 
 
 def test_unknown_arguments_are_refused(capsys):
-    for arguments in (["plots"], ["report", "runs", "--outt", "x"], ["--lo", "x", "report", "runs"], ["--log"], []):
+    for words, line in {
+        "plots": "avgk: there is no command or option 'plots'; did you mean plot?",
+        "predikt a b": "avgk: there is no command or option 'predikt'; did you mean predict?",
+        "report runs --outt x": "avgk report: unrecognized arguments: --outt x; did you mean --out?",
+        "predict a b --k two": "avgk predict: argument --k: invalid float value: 'two'",
+        "predict": "avgk predict: the following arguments are required: model, source",
+        "--lo x report runs": "avgk: there is no command or option '--lo'; did you mean --log?",
+        "--log": "avgk: argument --log: expected one argument",
+    }.items():
         with pytest.raises(SystemExit) as stop:
-            main(arguments)
+            main(words.split())
         assert stop.value.code == 2
-        assert ": error: " in capsys.readouterr().err
+        assert capsys.readouterr().err == f"{line} (`{line.partition(':')[0]} --help` lists the options)\n"
+    with pytest.raises(SystemExit) as stop:
+        main([])
+    printed = capsys.readouterr()
+    assert stop.value.code == 0 and "look at a dataset before training" in printed.out and not printed.err
 
 
 def test_predict_prints_sets_best_first(model_folder, image_folder, capsys):

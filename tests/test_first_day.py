@@ -4,6 +4,7 @@ import json
 import logging
 import shlex
 import shutil
+import sys
 from functools import partial
 from pathlib import Path
 
@@ -282,7 +283,8 @@ def test_a_name_that_is_nearly_that_of_a_folder(tmp_path, monkeypatch, capsys):
         with pytest.raises(SystemExit):
             main(["predict", "runs/birds", "x.png", option])
         error = capsys.readouterr().err
-        assert f"did you mean {meant}?" in error and error.startswith("usage: avgk predict")
+        line = f"avgk predict: unrecognized arguments: {option}; did you mean {meant}?"
+        assert error == f"{line} (`avgk predict --help` lists the options)\n"
 
 
 def test_weights_of_another_model_are_refused(make_model, tmp_path):
@@ -323,11 +325,22 @@ def test_what_newcomers_mistyped(trained_run, image_folder, tmp_path, monkeypatc
     cases.append((["check", "trees"], "has no split 'train', only ['validation', 'test']; name"))
     cases.append((["check", "trees", "--train-split", "validation"], "oaks (only in test; oak?)"))
     cases.append((["predict", run, "tree"], "tree: there is no such file; did you mean 'trees'?"))
-    cases.append((["predict", "runs/nothing", "trees"], "there is no such folder here either; check the name"))
+    cases.append((["predict", "nobody/nothing", "trees"], "there is no such folder here either; check the name"))
+    Path("notes.txt").write_text("field notes\nof May\n")
+    line = "line 1 of notes.txt names no file: 'field notes' (a .txt is read as a list of images)."
+    cases.append((["predict", run, "notes.txt"], line))
+    Path("raw").mkdir()
+    Path("raw/a.HEIC").touch()
+    line = "raw holds no images; 1 file is left out: 1 .heic; convert it to JPEG."
+    cases.append((["predict", run, "raw"], line))
     for command, words in cases:
         assert main(command) in (1, 2)
         printed = capsys.readouterr()
         assert words in printed.err + printed.out
+    shutil.copy("trees/test/ash/0.png", "raw")
+    Path("raw/b.cr2").touch()
+    assert main(["predict", run, "raw", "--csv"]) == 0
+    assert "2 files are left out: 1 .heic, 1 .cr2; convert them to JPEG.\n" in capsys.readouterr().err
     Path("empty.jpg").touch()
     assert main(["predict", run, "empty.jpg"]) == 2 and "(it is empty)" in capsys.readouterr().err
     monkeypatch.setattr("avgk_hf.commands.options.find_spec", lambda name: None)
@@ -420,3 +433,70 @@ def test_a_strangers_record_of_choices_is_harmless(chosen):
     config = AvgKConfig(architecture="test_resnet", num_labels=3, k=1)
     Calibration.store(config, {1: 0.5}, {"chosen": chosen}, coverage={"lac": {"0.9": 0.3}})
     assert promise(Calibration.of(config)) is None
+
+
+def test_an_image_that_lies_deeper_or_higher_than_others_is_named(tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    write_images(Path("birds/train"), dict.fromkeys(CLASSES, 2), seed=0)
+    for place, words in (
+        ("train/oak/2024/sub.png", "lies deeper than the others: move it up."),
+        ("train/sub.png", "lies higher than the others: move it to those of its class."),
+    ):
+        file = Path("birds", place)
+        file.parent.mkdir(exist_ok=True)
+        shutil.copy("birds/train/ash/0.png", file)
+        assert main(["check", "birds"]) == 2
+        assert capsys.readouterr().err == f"avgk check: dataset 'birds': {place} {words}\n"
+        file.unlink()
+
+
+def test_check_names_other_formats_and_empty_folders(tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    write_images(Path("birds/train"), dict.fromkeys(CLASSES, 2), seed=0)
+    write_images(Path("birds/test"), dict.fromkeys(CLASSES, 1), seed=1)
+    Path("birds/train/Ivory Gull").mkdir()
+    Path("birds/train/.cache").mkdir()
+    Path("birds/.git/hooks").mkdir(parents=True)
+    for name in ("ash/a.HEIC", "oak/b.cr2", "oak/c.nef", "oak/d.nef"):
+        Path("birds/train", name).touch()
+    assert main(["check", "birds", "--json"]) == 1
+    printed = capsys.readouterr()
+    assert json.loads(printed.out)["problems"] == {
+        "other formats": ["4 files are left out: 2 .nef, 1 .heic, 1 .cr2; convert them to JPEG"],
+        "empty folders": ["train/Ivory Gull has no image"],
+    }
+    assert not printed.err
+    assert main(["check", "birds/train"]) == 1
+    hint = "birds/train is one split, and there is `test` beside it: did you mean birds?\n"
+    assert capsys.readouterr().err == hint
+    monkeypatch.chdir("birds/train")
+    assert main(["init", ".", "--out", str(tmp_path / "recipe.yaml")]) == 0
+    assert "there is `test` beside it: did you mean ..?" in capsys.readouterr().err
+
+
+def test_what_is_wrong_is_said_in_one_line_before_anything_is_loaded(tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    Path("my birds").mkdir()
+    Path("model").mkdir()
+    Path("model/config.json").write_text("{}")
+    missing = "there is no model folder 'runs/birds': train one first (`avgk train RECIPE`), or check the name."
+    share = "must be a number between 0 and 1, the share of images whose set holds the true class; did you mean 0.95?"
+    recipe = "my birds is a folder of images, no recipe: `avgk init 'my birds' --out recipe.yaml` writes one."
+    cases = [(f"{command} runs/birds", missing) for command in ("info", "app", "export --onnx", "export --endpoint x")]
+    cases += [(f"{command} runs/birds x", missing) for command in ("predict", "evaluate", "calibrate")]
+    cases += [
+        (f"{command} model model --coverage 95", f"coverage=95.0 {share}") for command in ("evaluate", "calibrate")
+    ]
+    cases += [
+        ("predict model x.jpg --coverage 95", f"coverage=95.0 {share}"),
+        ("predict model x.jpg --cumulative 90", "cumulative=90 is no probability; did you mean 0.9?"),
+        ("predict model x.jpg --out sets.xlsx", "ends with none of .csv, .jsonl, .parquet; Excel opens .csv."),
+    ]
+    monkeypatch.setitem(sys.modules, "avgk_hf.classifiers", None)  # what loads models
+    for words, message in cases:
+        assert main(words.split()) == 2
+        error = capsys.readouterr().err
+        assert error.startswith(f"avgk {words.split()[0]}: ") and error.endswith(f"{message}\n"), (words, error)
+        assert error.count("\n") == 1
+    assert main(["train", "my birds"]) == 2
+    assert capsys.readouterr().err == f"avgk train: {recipe}\n"

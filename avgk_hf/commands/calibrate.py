@@ -46,10 +46,10 @@ def arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
+    check_model(args.model, args.k, calibrated=False, dataset=args.dataset, levels=args.coverage or ())
     if not args.out and (args.push or not Path(args.model).is_dir()):
         raise ValueError("name a folder for the calibrated model with --out.")
     refuse_link(args.out or args.model)  # now, and not when all is computed
-    check_model(args.model, args.k, calibrated=False, dataset=args.dataset)
     check_pictures(args.plot)
     quiet_unless_first()
     from ..calibration import Calibration
@@ -112,9 +112,8 @@ def _say_balances(calibration: Any) -> None:
     """What balances are worth on the images of the calibration, at the model's own K."""
     rows = [row for row in calibration.tradeoff if row[0] == calibration.k]
     if not rows:
-        print(
-            "no balance but 0: how frequent the classes are is not known (--prevalence, or --balance to estimate it)"
-        )
+        text = "no balance but 0: how frequent the classes are is not known"
+        print(f"{text} (--prevalence, or --balance to estimate it)")
         return
     from ..study.columns import MISSING, as_text
 

@@ -25,11 +25,12 @@ def run(args: argparse.Namespace) -> int:
     splits = read_splits(args)
     from ..checks import check_whole, title_of
     from ..data.datasets import check_split
-    from ..data.inspection import inspect, short_form
+    from ..data.inspection import beside_images, inspect, short_form
 
     check_whole("--workers", args.workers)
     check_split(splits, args.dataset, args.train_split, "--train-split")
     found = inspect(splits, args.train_split, args.workers)
+    found.problems |= beside_images(args.dataset)
     if args.json:
         print(json.dumps(found.as_json(), indent=2))
     else:

@@ -59,10 +59,8 @@ def shared_arguments(parser: argparse.ArgumentParser, split: str) -> None:
     parser.add_argument("--seed", type=int, help="seed of generated glyphs (0)")
     parser.add_argument("--image-column", default="image", help="column that holds the images (%(default)s)")
     parser.add_argument("--label-column", default="label", help="column that holds the classes (%(default)s)")
-    as_it_comes = (
-        "read a Hub dataset, or a folder of parquet or tars, as it comes: nothing is downloaded first or copied"
-    )
-    parser.add_argument("--streaming", action="store_true", help=as_it_comes)
+    stream = "read a Hub dataset, or a folder of parquet or tars, as it comes: nothing is downloaded first or copied"
+    parser.add_argument("--streaming", action="store_true", help=stream)
     number = "with --streaming: how many images there are (they are counted, in a pass before)"
     parser.add_argument("--num-examples", type=int, metavar="N", help=number)
     taken = "take so many images of each class from train (as many as the model's training took from this dataset)"
@@ -79,7 +77,7 @@ def shared_arguments(parser: argparse.ArgumentParser, split: str) -> None:
 def run(args: argparse.Namespace) -> int:
     for path in filter(None, (args.out, args.per_species)):  # now, and not when all is computed
         refuse_link(Path(path).parent)
-    check_model(args.model, args.k, dataset=args.dataset)
+    check_model(args.model, args.k, dataset=args.dataset, levels=args.coverage or ())
     check_pictures(args.plot, args.per_species, args.unsure)
     quiet_unless_first()
     if args.per_species:
@@ -174,9 +172,7 @@ def read_split(args: argparse.Namespace, config: Any, unlabelled: bool = False) 
     if args.seed is not None and args.dataset != "glyphs":
         raise ValueError(f"--seed {args.seed} is that of generated glyphs: leave it out.")
     if args.split_seed is not None and args.validation_per_class is None:
-        raise ValueError(
-            f"--split-seed {args.split_seed} goes with --validation-per-class: add it, or leave both out."
-        )
+        raise ValueError(f"--split-seed {args.split_seed} goes with --validation-per-class: add it or leave both out.")
     if args.num_examples is not None and not args.streaming:
         raise ValueError(f"--num-examples {args.num_examples} is for --streaming: add it, or leave the number out.")
     if args.streaming:
@@ -264,18 +260,9 @@ def measure(model: Any, split: Any, args: argparse.Namespace, **how: Any) -> tup
     elif skip:
         with PartialState().main_process_first():  # the others find what `datasets` has kept
             split, faults = skip_bad_images(split, str(split.split or args.split), args.workers, report=False)
-    metrics = evaluate(
-        model,
-        split,
-        args.k,
-        batch_size=args.batch_size,
-        num_workers=args.workers,
-        dataset_name=name_of(args),
-        coverage=args.coverage,
-        balance=args.balance,
-        labels=labels_of(args),
-        **how,
-    )
+    how |= {"batch_size": args.batch_size, "num_workers": args.workers, "dataset_name": name_of(args)}
+    how |= {"coverage": args.coverage, "balance": args.balance, "labels": labels_of(args)}
+    metrics = evaluate(model, split, args.k, **how)
     return metrics | ({"skipped": len(faults)} if faults else {}), faults, len(split) + len(faults)
 
 

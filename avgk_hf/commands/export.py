@@ -7,27 +7,15 @@ from pathlib import Path
 from .options import ALLOW_OUTSIDE, BALANCE, check_model, check_pictures, label_arguments, labels_of
 
 HELP = "write a model as ONNX, from pixels to scores and sets, or as a folder for an Inference Endpoint"
-OF_ONNX = (
-    "out",
-    "k",
-    "balance",
-    "opset",
-    "int8",
-    "dataset",
-    "split",
-    "label_map",
-    "labels_by_position",
-    "allow_outside",
-)
+OF_ONNX = ("out", "k", "balance", "opset", "int8", "dataset", "split")
+OF_ONNX += ("label_map", "labels_by_position", "allow_outside")
 
 
 def arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("model", help="folder or Hub id of a calibrated model")
     form = parser.add_mutually_exclusive_group(required=True)
     form.add_argument("--onnx", action="store_true", help="an ONNX graph")
-    endpoint = (
-        "a new folder for Hugging Face Inference Endpoints: handler.py, requirements.txt, the model, the package"
-    )
+    endpoint = "a new folder for an Inference Endpoint: handler.py, requirements.txt, the model, the package"
     form.add_argument("--endpoint", metavar="DIR", help=endpoint)
     parser.add_argument("--out", metavar="DIR", help="folder to write to (MODEL/onnx)")
     parser.add_argument("--k", type=float, help="set size whose head is exported, for head=auto (the model's own)")
@@ -53,6 +41,7 @@ def run(args: argparse.Namespace) -> None:
 
         print(write_endpoint(args.model, args.endpoint))
         return
+    check_model(args.model)
     check_pictures(args.plot)
     from ..classifiers import load_classifier
     from ..data import align_labels, load_splits

@@ -18,9 +18,9 @@ def arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> None:
-    name, folder = args.model, Path(args.model)
-    if not folder.is_dir() and (folder.is_absolute() or name.startswith(".") or name.count("/") > 1):
-        raise FileNotFoundError(f"there is no model folder {name!r}.")
+    from ..checks import model_folder
+
+    name, folder = args.model, model_folder(args.model) or Path(args.model)
     from ..classifiers import load_model_config
 
     found = describe(load_model_config(name), folder)

@@ -1,6 +1,7 @@
 """Options that several commands have."""
 
 import argparse
+import os
 import sys
 from importlib.util import find_spec
 from typing import Any
@@ -32,7 +33,9 @@ PER_CLASS_WEIGHT = {
 METHOD = {"default": "lac", "help": "how coverage is reached: lac, aps or raps (%(default)s)"}
 
 
-def check_model(name: str, ks: list[float] = (), calibrated: bool = True, dataset: str | None = None) -> None:
+def check_model(
+    name: str, ks: list[float] = (), calibrated: bool = True, dataset: str | None = None, levels: list[float] = ()
+) -> None:
     """Refuse a model and set sizes that cannot be meant, before torch is imported.
 
     Args:
@@ -40,8 +43,10 @@ def check_model(name: str, ks: list[float] = (), calibrated: bool = True, datase
         ks: Average set sizes.
         calibrated: Whether they have to be in the calibrated range.
         dataset: A dataset, whose path has to be there.
+        levels: Of coverage.
     """
     from ..checks import check_calibrated, check_dataset, check_k, model_folder, read_config
+    from ..conformal import check_level
 
     folder = model_folder(name)
     stored = {} if folder is None else read_config(folder)
@@ -55,6 +60,8 @@ def check_model(name: str, ks: list[float] = (), calibrated: bool = True, datase
         check_k(k, number)
         if known:
             check_calibrated(k, known)
+    for level in levels:
+        check_level(level)
     if dataset is not None:
         check_dataset(dataset)
 
@@ -78,6 +85,12 @@ def read_splits(args: argparse.Namespace) -> Any:
     from ..checks import check_dataset
 
     check_dataset(args.dataset)
+    above = os.path.normpath(os.path.join(args.dataset, os.pardir))
+    others = {"train", "validation", "val", "test"} - {os.path.basename(os.path.abspath(args.dataset))}
+    beside = sorted(name for name in others if len(others) < 4 and os.path.isdir(os.path.join(above, name)))
+    if beside:
+        text = f"{args.dataset} is one split, and there is `{beside[0]}` beside it: did you mean {above}?"
+        print(printable(text), file=sys.stderr)
     from ..data import load_splits
 
     columns = {"image_column": args.image_column, "label_column": args.label_column}

@@ -9,7 +9,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from ..rows import Row, check_ending, write_csv, written_to
+from ..rows import ENDINGS, Row, check_ending, write_csv, written_to
 from ..shell import printable
 from .options import (
     ALLOW_OUTSIDE,
@@ -71,7 +71,9 @@ def arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    check_model(args.model, args.k)
+    check_model(args.model, args.k, levels=() if args.coverage is None else (args.coverage,))
+    if args.cumulative is not None and 1 < args.cumulative < 100:
+        raise ValueError(f"cumulative={args.cumulative:g} is no probability; did you mean {args.cumulative / 100:g}?")
     to_folder, args.replaces = _to_folder(args), bool(args.out) and Path(args.out).is_file()
     from ..checks import check_whole, is_hub_id, near_folder
 
@@ -80,7 +82,7 @@ def run(args: argparse.Namespace) -> int:
         hint = f"did you mean {near!r}?" if near else "check the path."
         raise FileNotFoundError(f"{args.images[0]}: there is no such file; {hint}")
     from ..classifiers import best_device, load_classifier
-    from ..data.sources import Source
+    from ..data.sources import Source, left_out
     from ..prediction import Predictor, Shards
     from ..processes import launched
     from ..questions import Question
@@ -94,12 +96,14 @@ def run(args: argparse.Namespace) -> int:
     workers = _workers(args) if args.workers is None else check_whole("--workers", args.workers)
     source = Source(args.images, args.split, args.image_column, args.allow_outside)
     next(source.pieces())  # a source that is not there is refused before the model is loaded
+    rank, world_size = launched()
+    if rank == 0 and (formats := left_out(*args.images)):
+        print(f"{formats}.", file=sys.stderr)
     device = "cpu" if args.engine == "ray" else best_device(join=False)  # of the actors each has its own
     how = {"batch_size": args.batch_size, "workers": workers, "bf16": args.bf16, "on_bad_image": args.on_bad_image}
     predictor = Predictor(load_classifier(args.model).to(device), questions, **how)
     if args.coverage is not None and (approximate := promise(predictor.calibration)) is not None:
         print(f"{approximate.partition(', so that')[0]} (`avgk info` says more).", file=sys.stderr)
-    rank, world_size = launched()
     if to_folder:
         shards = Shards(args.out, predictor, source, size)
         if args.engine == "ray":
@@ -116,12 +120,8 @@ def run(args: argparse.Namespace) -> int:
             for rows in predictor.rows(source):
                 write(rows)
             _check_some(predictor.tally)
-    _say(
-        args,
-        predictor.column,
-        predictor.tally,
-        " of this run" * (to_folder and shards.images > predictor.tally.images),
-    )
+    new = " of this run" * (to_folder and shards.images > predictor.tally.images)
+    _say(args, predictor.column, predictor.tally, new)
     if world_size > 1:  # whatever started the processes would end the others
         return 0
     _check_some(predictor.tally)
@@ -144,6 +144,8 @@ def _to_folder(args: argparse.Namespace) -> bool:
         if args.shard_size is not None:
             raise ValueError("--shard-size is for a folder of files: name one, e.g. `--out sets`.")
         if args.out:
+            if Path(args.out).suffix.lower() in (".xls", ".xlsx"):
+                raise ValueError(f"{args.out} ends with none of {', '.join(ENDINGS)}; Excel opens .csv.")
             check_ending(args.out)
         return False
     if args.engine == "ray" and os.environ.get("WORLD_SIZE", "1") != "1":

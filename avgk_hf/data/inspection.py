@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from difflib import get_close_matches
 from pathlib import Path
+from statistics import mode
 from typing import Any
 
 import numpy as np
@@ -16,6 +17,7 @@ from ..checks import LIKE
 from ..images import open_image
 from ..statistics import SHOTS
 from .datasets import class_counts, class_ids, each_row, image_fault
+from .sources import image_files, left_out
 
 Counts = dict[str, np.ndarray]  # {split: images of each class, (L,)}
 
@@ -97,6 +99,19 @@ def inspect(splits: Mapping[str, Dataset], train: str = "train", num_workers: in
         **_repeated(splits, names, seen),
     }
     return Inspection(names, counts, {kind: found for kind, found in problems.items() if found})
+
+
+def beside_images(folder: str | Path) -> dict[str, list[str]]:
+    """Further problems of a folder of images: photographs that are not opened, and classes without any."""
+    paths = image_files(folder)
+    held, own = {parent for path in paths for parent in path.parents}, len(Path(folder).parts)
+    depth = mode([len(path.parts) - 1 - own for path in paths] or [0])
+    places = Path(folder).glob("/".join("*" * depth)) if depth else ()
+    places = (place for place in sorted(places) if place.is_dir() and not place.is_symlink() and place not in held)
+    names = [place.relative_to(folder).as_posix() for place in places]
+    empty = [f"{name} has no image" for name in names if "/." not in f"/{name}"]  # hidden ones are left alone
+    other = left_out(folder)
+    return ({"other formats": [other]} if other else {}) | ({"empty folders": empty} if empty else {})
 
 
 def names_alike(names: list[str]) -> list[list[str]]:

@@ -4,6 +4,7 @@ import logging
 import os
 from collections.abc import Mapping
 from pathlib import Path
+from statistics import mode
 from typing import Any
 
 import pyarrow.parquet as pq
@@ -29,6 +30,7 @@ from .cub import is_cub, load_cub
 from .datasets import contract, split_validation, without_bars
 from .glyphs import load_glyphs
 from .plantnet import is_plantnet, load_plantnet
+from .sources import image_files
 from .streams import Stream, anywhere, undecoded
 from .tiny_imagenet import is_tiny_imagenet, load_tiny_imagenet
 
@@ -238,7 +240,8 @@ def _columns(splits: Mapping[str, Any], dataset: str, columns: dict[str, str], u
             if column not in (split.column_names or []):
                 if list(columns.values()) == ["image", "label"] and split.column_names == ["image"]:
                     raise ValueError(
-                        f"dataset {dataset!r} does not say which class its images are of: they belong in one folder"
+                        _misplaced(dataset)
+                        or f"dataset {dataset!r} does not say which class its images are of: they belong in one folder"
                         f" for each of two or more classes, none deeper than others, {dataset}/train/<class>/x.jpg."
                         " (In a table, the column of classes is named with `label_column:` or `--label-column`.)"
                     )
@@ -248,6 +251,15 @@ def _columns(splits: Mapping[str, Any], dataset: str, columns: dict[str, str], u
                     f" the right one with `{ours}_column:` in a recipe, `--{ours}-column` for a command.{hint}"
                 )
     return columns
+
+
+def _misplaced(dataset: str) -> str | None:
+    """The first image file that lies deeper or higher than most, in a sentence; None where there is none."""
+    paths = [path.relative_to(dataset) for path in image_files(dataset)]
+    usual = mode([len(path.parts) for path in paths] or [0])
+    for path in (path for path in paths if usual > 1 and len(path.parts) != usual):
+        where, remedy = ("deeper", "up") if len(path.parts) > usual else ("higher", "to those of its class")
+        return f"dataset {dataset!r}: {path.as_posix()} lies {where} than the others: move it {remedy}."
 
 
 def _class_names(splits: DatasetDict, dataset: str, label_column: str) -> list[str]:

@@ -6,6 +6,7 @@ or a dataset was written by others (`boundary.py`); nothing is unpacked to disk,
 """
 
 import os
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from itertools import islice
@@ -24,6 +25,7 @@ from .containers import HUB, Parquet, Part, tar_members
 LIST, TAR, PARQUET = ".txt", ".tar", ".parquet"
 MOST_LINE = 2**14  # of a path in a list
 TOGETHER = 512  # images in a piece, or rows that are read at once
+PHOTOGRAPHS = {".heic", ".heif", ".cr2", ".cr3", ".nef", ".arw", ".dng", ".orf", ".rw2"}  # of phones and cameras
 SAVED = ("dataset_dict.json", "dataset_info.json")  # what `save_to_disk` writes
 
 
@@ -67,6 +69,16 @@ def image_files(folder: str | Path) -> list[Path]:
     """The files below a folder that `open_image` takes, in order of their names; hidden ones are left out."""
     paths = (Path(folder, path) for path in walk(folder, image_suffixes())) if Path(folder).is_dir() else ()
     return [path for path in paths if path.is_file()]
+
+
+def left_out(*places: str | Path) -> str | None:
+    """A sentence about photographs in folders whose formats are not opened here; None where there are none."""
+    endings = PHOTOGRAPHS - image_suffixes()
+    paths = (path for place in places if os.path.isdir(place) for path in walk(place, endings))
+    found = Counter(ending for path in paths if (ending := os.path.splitext(path)[1].lower()) in endings)
+    files, them = ("1 file is", "it") if found.total() == 1 else (f"{found.total():,} files are", "them")
+    kinds = ", ".join(f"{number:,} {ending}" for ending, number in found.most_common())
+    return f"{files} left out: {kinds}; convert {them} to JPEG" if found else None
 
 
 class Piece(NamedTuple):
@@ -137,7 +149,8 @@ class Source:
         for place in self.places:
             pieces = self._of_place(place)
             if (first := next(pieces, None)) is None:
-                raise ValueError(f"{place} holds no images; name image files, or a folder with PNG or JPEG files.")
+                remedy = left_out(place) or "name image files, or a folder with PNG or JPEG files"
+                raise ValueError(f"{place} holds no images; {remedy}.")
             yield first
             yield from pieces
 
@@ -324,13 +337,19 @@ def _split(name: str, splits: Iterable[Any], asked: str | None) -> Any:
 
 def _lines(path: str) -> Iterator[str]:
     """The paths of a list, one in a line."""
+    known = {*image_suffixes(), TAR, PARQUET}  # an image that is not there is named when it is read
     with open(path, encoding="utf-8-sig") as file:
         try:
-            while line := file.readline(MOST_LINE):
+            for number, line in enumerate(iter(lambda: file.readline(MOST_LINE), ""), 1):
                 if len(line) == MOST_LINE:
                     raise ValueError(f"a line of {MOST_LINE} characters or more")
-                if line.strip():
-                    yield line.rstrip("\r\n")
+                name = line.rstrip("\r\n")
+                if number == 1 and name.strip() and os.path.splitext(name)[1].lower() not in known:
+                    if not os.path.lexists(os.path.join(os.path.dirname(path), name)):
+                        text = f"line 1 of {path} names no file: {name[:100]!r}"
+                        raise FileNotFoundError(f"{text} (a .txt is read as a list of images).")
+                if name.strip():
+                    yield name
         except ValueError as error:  # no UTF-8 is one, too
             raise ValueError(f"{path} is no list of paths, one in a line ({error}).") from None
 
