@@ -133,7 +133,8 @@ def _show_sets(listed: Any, args: argparse.Namespace, name: str) -> list[Path]:
             files.append(files[0].with_suffix(".png"))
             names = [[listed.names[j] for j in group] for group in groups]
             title = f"{asked}: classes that are listed together"
-            confusion_groups(names, shares, files[-1], title, len(listed.names), crowded)
+            images = [int((listed.labels == j).sum()) for group in groups for j in group]
+            confusion_groups(names, shares, files[-1], title, len(listed.names), crowded, images)
         else:
             print("no two classes are listed together often, so there is no picture of them.", file=sys.stderr)
     if args.unsure:
@@ -143,7 +144,7 @@ def _show_sets(listed: Any, args: argparse.Namespace, name: str) -> list[Path]:
             write(listed.rows(images))
         shown, (sets, scores) = images[:SHOWN_IMAGES], zip(*map(listed.set_of, images[:SHOWN_IMAGES]), strict=True)
         labels = None if listed.labels is None else listed.labels[shown].tolist()
-        pictures = [listed.stored(image) for image in shown]
+        pictures = [{**(one := listed.stored(i)), "path": one.get("path") or f"image {i}"} for i in shown]
         title = f"{asked}: the photographs with the longest sets, as in unsure.csv"
         contact_sheet(pictures, sets, labels, listed.names, files[-1], scores, title, ordered=False)
     return files
