@@ -39,11 +39,7 @@ def printable(text: object) -> str:
 
 
 def shortened(name: str, columns: int) -> str:
-    """A name without its middle where it is longer than so many columns; wide characters take two.
-
-    >>> shortened("IMG_20240501_sparrow_at_the_lake_0001.jpg", 20)
-    'IMG_20240…e_0001.jpg'
-    """
+    """A name without its middle where it is longer than so many columns; wide characters take two."""
     width = len(name) + sum(unicodedata.east_asian_width(c) in "WF" for c in name)
     most = columns * len(name) // max(width, 1)
     return name if width <= columns else f"{name[: (most - 1) // 2]}…{name[-(most // 2) :]}"

@@ -197,12 +197,10 @@ def _balance(answers: Answers) -> gr.Slider | gr.State:
 
 
 def _show_examples(examples: Sequence[tuple[Path, int]], answers: Answers, image: gr.Image) -> None:
-    """The examples with the sizes of their sets and their true names; the one that is chosen becomes the image."""
+    """The examples with the sizes of their sets and true names, or files; the one that is chosen becomes the image."""
     gr.HTML(render("examples.html", title=EXAMPLES, k=k_key(answers.k)))
-    captions = []
-    for path, size in examples:  # by its class, or its file
-        number, name = answers.count(size), answers.true_name(path)
-        captions.append(f"{number}: {name}" if name else f"{shortened(path.name, 40)}: {number}")
+    texts = [(path.name, answers.true_name(path), answers.count(size)) for path, size in examples]
+    captions = [f"{count}: {name}" if name else f"{shortened(file, 40)}: {count}" for file, name, count in texts]
     gallery = gr.Gallery(
         [(str(path), caption) for (path, _), caption in zip(examples, captions, strict=True)],
         label=EXAMPLES,

@@ -134,7 +134,7 @@ def _show_sets(listed: Any, args: argparse.Namespace, name: str) -> list[Path]:
             names = [[listed.names[j] for j in group] for group in groups]
             title = f"{asked}: classes that are listed together"
             images = [int((listed.labels == j).sum()) for group in groups for j in group]
-            confusion_groups(names, shares, files[-1], title, len(listed.names), crowded, images)
+            confusion_groups(names, shares, images, files[-1], title, len(listed.names), crowded)
         else:
             print("no two classes are listed together often, so there is no picture of them.", file=sys.stderr)
     if args.unsure:

@@ -30,9 +30,8 @@ def run(args: argparse.Namespace) -> None:
 def plot_runs(runs: Sequence[str | Path], out: str | Path, allow_outside: bool = False) -> list[Path]:
     """All pictures of one or more runs of `avgk train`, from their models and their data.
 
-    The trade-off is drawn as the calibration recorded it. Thresholds for K = 1 to the largest that is calibrated, 20 at
-    most, are computed on validation in memory; the runs themselves are not changed. The numbers behind the accuracy
-    curve are written beside it.
+    The trade-off is drawn as the calibration recorded it. Thresholds for K = 1 to the largest calibrated one, 20 at
+    most, are computed in memory, without a change to the runs. The accuracy curve's numbers are written beside it.
 
     Args:
         runs: Folders of runs.

@@ -42,11 +42,7 @@ def _number_axis(axis: Any, values: Sequence[float]) -> None:
     if len(values) <= 8:
         axis.set_xticks(values, [f"{value:g}" for value in values])
         axis.minorticks_off()
-    elif axis.get_xscale() == "log":
-        axis.xaxis.get_major_locator().set_params(subs=(1, 2, 5))
-        axis.xaxis.set_major_formatter(lambda value, _: f"{value:g}")
-        axis.minorticks_off()
-    elif max(values) - min(values) >= 4:
+    elif axis.get_xscale() == "linear" and max(values) - min(values) >= 4:
         axis.xaxis.get_major_locator().set_params(integer=True)
 
 
@@ -83,14 +79,8 @@ def contact_sheet(
         shown.sort(key=lambda i: len(sets[i]))
         shown = [shown[i] for i in np.linspace(0, len(shown) - 1, min(rows * columns, len(shown))).astype(int)]
     files = _file_names([images[i] for i in shown], names)
-    captions = [
-        _caption(sets[i], None if labels is None else labels[i], names, None if scores is None else scores[i], most)
-        for i in shown
-    ]
-    captions = [
-        (f"{file}\n{left}", f"\n{right}") if file else (left, right)
-        for file, (left, right) in zip(files, captions, strict=True)
-    ]
+    given = ([None if each is None else each[i] for i in shown] for each in (sets, labels, scores))
+    captions = [_caption(*each, names, most) for each in zip(files, *given, strict=True)]
     columns, legend = min(columns, len(shown)), "" if labels is None else " (✓ the true class, ✗ missed)"
     lines = [[caption for caption, _ in captions[i : i + columns]] for i in range(0, len(shown), columns)]
     heights = [SIDE + GAP + LINE * (1 + max(caption.count("\n") for caption in row)) for row in lines]
@@ -118,20 +108,19 @@ def contact_sheet(
 
 def _file_names(images: Sequence[Any], names: Mapping[int, str] | Sequence[str]) -> list[str]:
     """What the files of images are called, behind their folder if there are several and it is no class; or nothing."""
-    known = {
-        unicodedata.normalize("NFC", names[j]) for j in (names if isinstance(names, Mapping) else range(len(names)))
-    }
+    known = set(names.values() if isinstance(names, Mapping) else names)
     found = [each.get("path") if isinstance(each, dict) else getattr(each, "filename", each) for each in images]
     files = [Path(file if isinstance(file, str | Path) else "") for file in found]
     several = len({file.parent for file in files}) > 1
-    folders = [unicodedata.normalize("NFC", file.parent.name) for file in files]
-    parts = [f"{folder}/" if several and folder and folder not in known else "" for folder in folders]
-    return [whole(shortened(part + file.name, FILE_WIDTH), 99) for part, file in zip(parts, files, strict=True)]
+    folders = [several and unicodedata.normalize("NFC", file.parent.name) not in known for file in files]
+    parts = ["/".join(file.parts[-1 - folder :]) for file, folder in zip(files, folders, strict=True)]
+    return [whole(shortened(name, FILE_WIDTH), 99) for name in parts]
 
 
-def _caption(classes: Any, label: int | None, names: Any, scores: Any, most: int) -> tuple[str, str]:
-    """What stands below an image, line by line: names, and beside them their scores."""
-    left, right = [f"{len(classes)} class{'es' * (len(classes) != 1)}"], [""]
+def _caption(file: str, classes: Any, label: int | None, scores: Any, names: Any, most: int) -> tuple[str, str]:
+    """What stands below an image, line by line: its file, names, and beside them their scores."""
+    left = [*([file] if file else []), f"{len(classes)} class{'es' * (len(classes) != 1)}"]
+    right = [""] * len(left)
     for place, j in enumerate(classes[:most]):
         name = whole(names[int(j)], WIDTH).split("\n")
         left += [("✓ " if j == label else "   ") + name[0], *(f"   {part}" for part in name[1:])]
@@ -280,9 +269,8 @@ def learning_curves(curves: dict[str, Sequence[dict[str, float]]], path: str | P
             axes[0].plot(epochs, [100 * point["accuracy"] for point in points], label=whole(name), **look(i))
             if least > 0:
                 axes[1].plot(epochs, [point["loss"] / least for point in points], **look(i))
-        for axis, label in zip(
-            axes, ("validation average-K accuracy (%)", "validation loss / its minimum"), strict=True
-        ):
+        labels = "validation average-K accuracy (%)", "validation loss / its minimum"
+        for axis, label in zip(axes, labels, strict=True):
             axis.set(xlabel="epoch", ylabel=label)
             axis.grid(alpha=0.3)
             axis.spines[["top", "right"]].set_visible(False)
@@ -307,9 +295,8 @@ def set_size_course(monitor: Any, path: str | Path, name: str = "") -> None:
     found = f"{found}, mean {monitor.mean:.2f} over {monitor.num_images} images"
     title = f"{name}, K = {monitor.k:g}: {found}" if name else found
     with drawn_axis(path, "images", "classes in the set", title, height=3.6) as axis:
-        axis.fill_between(
-            number, low, high, color="#BFDDEE", label=f"{100 * monitor.confidence:g}% interval, for all times together"
-        )
+        label = f"{100 * monitor.confidence:g}% interval, for all times together"
+        axis.fill_between(number, low, high, color="#BFDDEE", label=label)
         axis.plot(number, mean, color=COLOURS[0], label="mean set size")
         axis.axhline(monitor.k, color=COLOURS[4], linestyle="--", label=f"K = {monitor.k:g}, calibrated")
         for sign, label in ((-1, None), (1, "margin, within which it is no drift")):
