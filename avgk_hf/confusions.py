@@ -126,7 +126,8 @@ class Listed:
         """Groups of classes that are listed together, the most confused first, and how often each is.
 
         Two classes belong together by the share of the images of both whose set holds the other one too; groups grow
-        from the closest pair on, as long as that share is large enough on average over the pairs of both.
+        from the closest pair on, as long as that share is large enough on average over the pairs of both. Where
+        there is room for all classes, those in no group come behind, each by itself.
 
         Args:
             most: Classes in all groups together, at most.
@@ -157,13 +158,15 @@ class Listed:
             if len(group) <= room:
                 found.append(group)
                 room -= len(group)
+        crowded = len(group_of) - sum(map(len, found))
+        found += [[j] for j in range(number) if j not in group_of] if number <= most else []
         ids = [j for group in found for j in group]
         position = np.full(number, -1)
         position[ids] = np.arange(len(ids))
         shown = (position[own] >= 0) & (position[other] >= 0)
         shares = np.zeros((len(ids), len(ids)))
         shares[position[own[shown]], position[other[shown]]] = times[shown] / images[own[shown]]
-        return found, shares, len(group_of) - len(ids)
+        return found, shares, crowded
 
     def rows(self, images: Sequence[int]) -> list[Row]:
         """Rows as `avgk predict` writes them, of some images, with their true class where it is known."""

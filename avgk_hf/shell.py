@@ -38,6 +38,13 @@ def printable(text: object) -> str:
     )
 
 
+def shortened(name: str, columns: int) -> str:
+    """A name without its middle where it is longer than so many columns; wide characters take two."""
+    width = len(name) + sum(unicodedata.east_asian_width(c) in "WF" for c in name)
+    most = columns * len(name) // max(width, 1)
+    return name if width <= columns else f"{name[: (most - 1) // 2]}…{name[-(most // 2) :]}"
+
+
 def read_noun(noun: str) -> tuple[str, str]:
     """What a class is called, one and many.
 

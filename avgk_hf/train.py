@@ -215,7 +215,7 @@ def _show_results(trainer: AvgKTrainer, results: dict[str, Any]) -> None:
     if "test" in results:
         title = f"{folder.name}, {title}: average-K accuracy {100 * results['test']['average_k_accuracy']:.1f}%"
     if "set_sizes" in results and find_spec("matplotlib"):
-        set_size_histogram({results["objective"]: results["set_sizes"]["all"]}, folder / "set_sizes.png", title)
+        set_size_histogram({"": results["set_sizes"]["all"]}, folder / "set_sizes.png", title)
     trainer.create_model_card()
     step, state = trainer.weights_step, trainer.state
     if step != state.global_step:

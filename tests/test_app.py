@@ -447,7 +447,13 @@ def test_examples_are_images_that_can_be_read(model_folder, image_folder, tmp_pa
     (tmp_path / ".hidden").mkdir()
     for name in ("a.png", "B.PNG", "._a.png", ".hidden/a.png", "notes.txt", "report.pdf"):
         (tmp_path / name).write_bytes(good)
-    assert {path.name for path, _ in example_images(answers, tmp_path)} == {"a.png", "B.PNG"}
+    found = example_images(answers, tmp_path)
+    assert {path.name for path, _ in found} == {"a.png", "B.PNG"}
+    found.append((image_folder / "test" / "oak" / "0.png", found[0][1]))
+    (gallery,) = components(build_page(answers, "trees", found), "gallery")
+    number = answers.count(found[0][1])
+    captions = {each["caption"] for each in gallery["value"]}  # the file's name, or the class that its folder names
+    assert captions == {f"a.png: {number}", f"B.PNG: {number}", f"{number}: oak"}
     for number in range(100):  # more than are looked at
         (tmp_path / f"b{number}.png").write_bytes(good[:60])
     assert {path.name for path, _ in example_images(answers, tmp_path)} == {"a.png", "B.PNG"}

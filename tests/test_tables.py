@@ -24,6 +24,7 @@ from avgk_hf.progress import EpochLines, leaves_parameters_out
 from avgk_hf.questions import Question
 from avgk_hf.recipes import describe_fields
 from avgk_hf.rows import cells, row, written_to
+from avgk_hf.shell import shortened
 from avgk_hf.study import class_plots, drawing, plots
 from avgk_hf.study.columns import by_k
 from avgk_hf.training_args import HONOURED
@@ -199,6 +200,8 @@ def test_species_and_those_they_are_listed_with():
     groups, shares, crowded = listed.groups(most=5)
     assert groups == [[2, 3], [0, 1, 4]] and shares[0].tolist() == [1, 1, 0, 0, 0]
     assert shares[2].tolist() == [0, 0, 1, 0.5, 0] and shares[4].tolist() == [0] * 5
+    groups, shares, crowded_out = listed.groups(most=6)  # there is room for all
+    assert groups == [[2, 3], [0, 1, 4], [5]] and shares.shape == (6, 6) and crowded_out == 0
     assert listed.groups(most=4)[0] == [[2, 3]] and listed.groups(most=4)[2] == crowded + 3
     assert listed.longest(4).tolist()[:4] == sorted([1, 2, 3, 4], key=lambda i: listed.set_of(i)[1][0])
 
@@ -404,9 +407,11 @@ def test_pictures_explain_themselves(tmp_path):
     """A title, names at both sides, what numbers and boxes are, and how many classes there was no room for."""
     groups, names = [["Épicéa", "O'Brien's [gull]"], ["ash", "oak"]], ["Épicéa", "O'Brien's [gull]", "ash", "oak"]
     shares = np.eye(4) + 0.25 * np.eye(4)[::-1]
-    class_plots.confusion_groups(groups, shares, tmp_path / "species.svg", "trees, K = 2, accuracy 90.0%", classes=30)
+    images, title = [3, 40, 1200, 0], "trees, K = 2, accuracy 90.0%"
+    class_plots.confusion_groups(groups, shares, images, tmp_path / "species.svg", title, classes=30)
     drawn = texts(tmp_path / "species.svg")
-    assert all(drawn.count(name) == 2 for name in names) and drawn.count("25") == 4
+    assert all(drawn.count(name) == 1 for name in names) and drawn.count("25") == 4
+    assert {"Épicéa (3)", "O'Brien's [gull] (40)", "ash (1,200)", "oak (0)"} <= set(drawn)
     said = " ".join(drawn)
     for words in (
         "trees, K = 2, accuracy 90.0%",
@@ -415,16 +420,52 @@ def test_pictures_explain_themselves(tmp_path):
         "26 of 30 classes are not drawn",
     ):
         assert words in said, words
-    class_plots.confusion_groups(groups, shares, tmp_path / "all.svg", classes=4)
-    assert "not drawn" not in " ".join(texts(tmp_path / "all.svg"))
+    boxes = (tmp_path / "species.svg").read_text().lower().count("stroke: #d55e00")
+    class_plots.confusion_groups([names[:2], ["ash"], ["oak"]], shares, images, tmp_path / "all.svg", classes=4)
+    drawn = texts(tmp_path / "all.svg")
+    assert "not drawn" not in " ".join(drawn) and "oak" in drawn and "oak (0)" in drawn
+    assert boxes == 2 and (tmp_path / "all.svg").read_text().lower().count("stroke: #d55e00") == 1
     counts = {"train": np.array([30, 8, 120, 3]), "test": np.array([3, 2, 9, 1])}
     class_plots.count_bars(names, counts, tmp_path / "counts.svg", "trees: 4 classes")
-    said = " ".join(texts(tmp_path / "counts.svg"))
+    drawn = texts(tmp_path / "counts.svg")
+    assert {"30", "8", "120", "3", "2", "9", "1"} <= set(drawn) and drawn.count("3") == 2  # at the ends of the bars
+    said = " ".join(drawn)
     for words in ("trees: 4 classes", "20 images, left of it few shot", "100 images, right of it many shot", *names):
         assert words in said, words
     report = {"bytes": {"model.onnx": 2e6, "model.int8.onnx": 1e6}, "thresholds": {}}
     plots.export_bars(report, tmp_path / "export.svg", "trees as ONNX graphs, K = 2: accuracy 90.0%")
     assert "trees as ONNX graphs, K = 2: accuracy 90.0%" in texts(tmp_path / "export.svg")
+
+
+def test_contact_sheet_names_files(tmp_path):
+    """By their names, and by folders that are no classes, so that a photograph can be found again."""
+    long = "a_photograph_of_an_oak_beside_the_lake_20240501_0001.png"
+    paths = [tmp_path / "oak" / "0.png", tmp_path / "walk $2" / "1.png", tmp_path / "oak" / long]
+    for path in paths:
+        path.parent.mkdir(exist_ok=True)
+        Image.new("RGB", (40, 20)).save(path)
+    content = {"bytes": paths[0].read_bytes(), "path": None}
+    images = [str(paths[0]), {"path": str(paths[1]), "bytes": None}, paths[2], Image.open(paths[0]), content]
+    sets = [[0], [0, 1], [1], [0], [1]]
+    plots.contact_sheet(images, sets, None, {0: "oak", 1: "ash"}, tmp_path / "s.svg", ordered=False)
+    drawn = texts(tmp_path / "s.svg")
+    assert drawn.count("0.png") == 2 and r"walk \$2/1.png" in drawn and "2 classes" in drawn
+    assert "a_photograph_of_a…_20240501_0001.png" in drawn and shortened(long, len(long)) == long
+    assert shortened("信天翁" * 10, 20) == "信天翁信…天翁信天翁"
+    plots.contact_sheet(images[1:2], sets[1:2], None, ["oak", "ash"], tmp_path / "one.svg")
+    assert "1.png" in texts(tmp_path / "one.svg")  # one folder goes without saying
+
+
+def test_axes_have_whole_numbers_and_percent(tmp_path):
+    """K has ticks at whole numbers, sizes of sets are in percent of images, and a single run needs no name."""
+    curve = {k: {"mean": 0.5 + k / 100, "half_width": None} for k in range(1, 11)}
+    plots.accuracy_curve({"birds": curve}, tmp_path / "curve.svg")
+    drawn = texts(tmp_path / "curve.svg")
+    assert {"2", "4", "6", "8", "10"} <= set(drawn) and not {"2.5", "7.5", "5.0"} & set(drawn)
+    plots.set_size_histogram({"": [0, 50, 50]}, tmp_path / "sizes.svg")
+    assert {"mean 1.50 classes", "% of images", "50"} <= set(texts(tmp_path / "sizes.svg"))
+    plots.set_size_histogram({"ce": [0, 50, 50], "avgk": [0, 100]}, tmp_path / "both.svg")
+    assert {"ce (mean 1.50)", "avgk (mean 1.00)", "100"} <= set(texts(tmp_path / "both.svg"))
 
 
 def test_contact_sheet_wastes_no_third(tmp_path):

@@ -21,6 +21,7 @@ from starlette.middleware.trustedhost import TrustedHostMiddleware
 from torch import Tensor
 
 from ..sets import k_key
+from ..shell import shortened
 from .answers import TEMPLATES, Answers, message, question_text, render
 from .guard import LOOPBACK, MOST_UPLOADED, Guard, forget_upload, is_local, is_served
 
@@ -196,9 +197,10 @@ def _balance(answers: Answers) -> gr.Slider | gr.State:
 
 
 def _show_examples(examples: Sequence[tuple[Path, int]], answers: Answers, image: gr.Image) -> None:
-    """The examples with the sizes of their sets and their true names; the one that is chosen becomes the image."""
+    """The examples with the sizes of their sets and true names, or files; the one that is chosen becomes the image."""
     gr.HTML(render("examples.html", title=EXAMPLES, k=k_key(answers.k)))
-    captions = [": ".join(filter(None, (answers.count(size), answers.true_name(path)))) for path, size in examples]
+    texts = [(path.name, answers.true_name(path), answers.count(size)) for path, size in examples]
+    captions = [f"{count}: {name}" if name else f"{shortened(file, 40)}: {count}" for file, name, count in texts]
     gallery = gr.Gallery(
         [(str(path), caption) for (path, _), caption in zip(examples, captions, strict=True)],
         label=EXAMPLES,

@@ -135,7 +135,8 @@ def _show_sets(listed: Any, args: argparse.Namespace, name: str) -> dict[Path, s
             picture = table.with_suffix(".png")
             names = [[listed.names[j] for j in group] for group in groups]
             title = f"{asked}: classes that are listed together"
-            confusion_groups(names, shares, picture, title, len(listed.names), crowded)
+            images = [int((listed.labels == j).sum()) for group in groups for j in group]
+            confusion_groups(names, shares, images, picture, title, len(listed.names), crowded)
             files[picture] = "classes that are listed together"
         else:
             print("no two classes are listed together often, so there is no picture of them.", file=sys.stderr)
@@ -146,7 +147,7 @@ def _show_sets(listed: Any, args: argparse.Namespace, name: str) -> dict[Path, s
             write(listed.rows(images))
         shown, (sets, scores) = images[:SHOWN_IMAGES], zip(*map(listed.set_of, images[:SHOWN_IMAGES]), strict=True)
         labels = None if listed.labels is None else listed.labels[shown].tolist()
-        pictures = [listed.stored(image) for image in shown]
+        pictures = [{**(one := listed.stored(i)), "path": one.get("path") or f"image {i}"} for i in shown]
         title = f"{asked}: the photographs with the longest sets, as in unsure.csv"
         contact_sheet(pictures, sets, labels, listed.names, picture, scores, title, ordered=False)
         files |= {table: f"the {len(images)} images with the longest sets", picture: "the same as pictures"}

@@ -30,8 +30,8 @@ def run(args: argparse.Namespace) -> None:
 def plot_runs(runs: Sequence[str | Path], out: str | Path, allow_outside: bool = False) -> list[Path]:
     """All pictures of one or more runs of `avgk train`, from their models and their data.
 
-    The trade-off is drawn as the calibration recorded it. Thresholds for K = 1 to 20 are computed on validation in
-    memory; the runs themselves are not changed. The numbers behind the accuracy curve are written beside it.
+    The trade-off is drawn as the calibration recorded it. Thresholds for K = 1 to the largest calibrated one, 20 at
+    most, are computed in memory, without a change to the runs. The accuracy curve's numbers are written beside it.
 
     Args:
         runs: Folders of runs.
@@ -70,6 +70,7 @@ def plot_runs(runs: Sequence[str | Path], out: str | Path, allow_outside: bool =
             files += in_both_formats(set_size_histogram, out / f"set_sizes_by_shot_{name}", shots, title=title)
         curves[name] = _curve(model, validation, test)
     about = f"{title}. " if len(runs) == 1 else ""
+    sizes = sizes if len(runs) > 1 else {"": sizes[name]}  # the title names it
     files += in_both_formats(set_size_histogram, out / "set_sizes", sizes, title=f"{about}Set sizes on test")
     lines = {name: {k: {"mean": v, "half_width": None} for k, v in curve.items()} for name, curve in curves.items()}
     title = f"{about}Accuracy on test by K"
@@ -155,10 +156,12 @@ def sheet_of(model: Any, dataset: Any) -> tuple[Any, list[list[int]], list[int],
 
 def _curve(model: Any, validation: Any, test: Any) -> dict[float, float]:
     """{K: average-K accuracy on test}."""
+    from ..calibration import Calibration
     from ..evaluation import evaluate
     from ..sets import k_key
 
-    ks = [k for k in CURVE_KS if k < model.config.num_labels]
+    last = max(Calibration.of(model.config).ks, default=CURVE_KS[-1])
+    ks = [k for k in CURVE_KS if k <= last and k < model.config.num_labels]
     evaluate(model, validation, ks, calibrate=True)  # its own balance stays what it is
     metrics = evaluate(model, test, ks)
     return {k: metrics["average_k_accuracy" + ("" if k == model.config.k else f"@{k_key(k)}")] for k in ks}

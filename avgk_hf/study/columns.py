@@ -124,11 +124,9 @@ def by_k(metrics: Mapping[str, float], own_k: float | None) -> str:
     empty = any(of_k.get("empty_sets") for of_k in found.values())
     text = "sets may be empty here; `avgk predict` names the best class instead, unless --min-size 0 is given"
     notes += [text] if empty or levels else []
-    shots = [
-        f"{name.partition('_')[0]} {SHOT_WORDS[name]}" for name in SHOT_WORDS if name in set().union(*found.values())
-    ]
-    notes += (
-        [f"shot: mean over classes, by the images that were left to train on: {', '.join(shots)}"] if shots else []
-    )
+    present = set().union(*found.values())
+    shots = [f"{name.partition('_')[0]} {words}" for name, words in SHOT_WORDS.items() if name in present]
+    if shots:
+        notes.append(f"shot: mean over classes, by the images that were left to train on: {', '.join(shots)}")
     last = [*([", ".join(others)] if others else []), *(f"({note})" for note in notes)]
     return "\n\n".join([*parts, *(["\n".join(last)] if last else [])])

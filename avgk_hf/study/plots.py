@@ -1,5 +1,6 @@
 """Pictures of set predictions, from plain numbers: what sets look like, how large they are, what a larger K buys."""
 
+import unicodedata
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from statistics import median
@@ -9,11 +10,12 @@ import numpy as np
 
 from ..checks import is_number
 from ..images import open_image
+from ..shell import shortened
 from .drawing import COLOURS, HATCHES, LINES, drawn_axis, look, pyplot, readable, save, whole
 
 SIDE, GAP, LINE, HEADING = 1.6, 0.15, 0.115, 0.17  # of a contact sheet, in inches: image, between, line, of the title
 MOST_BARS, LEAST_DRAWN = 14, 0.001  # sizes that are bars, more are a line; the smallest share that is shown
-WIDTH, MOST_DRAWN = 23, 320  # columns of a name below an image, pixels of its longer side
+WIDTH, FILE_WIDTH, MOST_DRAWN = 23, 36, 320  # columns of a name and of a file's below an image, pixels of its side
 
 
 def in_both_formats(picture: Callable[..., None], stem: Path, *data: Any, **options: Any) -> list[Path]:
@@ -40,6 +42,8 @@ def _number_axis(axis: Any, values: Sequence[float]) -> None:
     if len(values) <= 8:
         axis.set_xticks(values, [f"{value:g}" for value in values])
         axis.minorticks_off()
+    elif axis.get_xscale() == "linear" and max(values) - min(values) >= 4:
+        axis.xaxis.get_major_locator().set_params(integer=True)
 
 
 def contact_sheet(
@@ -58,7 +62,7 @@ def contact_sheet(
     """Images with their predicted sets below, from clear (small sets) to hopeless (large ones).
 
     Args:
-        images: As `open_image` takes them; only those that are shown are opened.
+        images: As `open_image` takes them; only those that are shown are opened. Their files are named below them.
         sets: The set of each image: class ids, best first.
         labels: The true class of each image, or None.
         names: Names of the classes.
@@ -74,10 +78,9 @@ def contact_sheet(
     if ordered:
         shown.sort(key=lambda i: len(sets[i]))
         shown = [shown[i] for i in np.linspace(0, len(shown) - 1, min(rows * columns, len(shown))).astype(int)]
-    captions = [
-        _caption(sets[i], None if labels is None else labels[i], names, None if scores is None else scores[i], most)
-        for i in shown
-    ]
+    files = _file_names([images[i] for i in shown], names)
+    given = ([None if each is None else each[i] for i in shown] for each in (sets, labels, scores))
+    captions = [_caption(*each, names, most) for each in zip(files, *given, strict=True)]
     columns, legend = min(columns, len(shown)), "" if labels is None else " (✓ the true class, ✗ missed)"
     lines = [[caption for caption, _ in captions[i : i + columns]] for i in range(0, len(shown), columns)]
     heights = [SIDE + GAP + LINE * (1 + max(caption.count("\n") for caption in row)) for row in lines]
@@ -96,15 +99,28 @@ def contact_sheet(
             axis.axis("off")
             for text, at, align in zip(captions[number], (left, left + SIDE), ("left", "right"), strict=True):
                 for line, part in enumerate(text.split("\n")):  # each by itself: scripts differ in their heights
-                    y = bottom - 0.04 - LINE * (line + 0.8)
-                    figure.text(at / width, y / height, part, ha=align, va="baseline", fontsize=6.5)
+                    y, small = bottom - 0.04 - LINE * (line + 0.8), files[number] and not line
+                    how = {"fontsize": 5, "color": "0.45"} if small else {"fontsize": 6.5}
+                    figure.text(at / width, y / height, part, ha=align, va="baseline", **how)
         figure.text(GAP / width, 1 - 0.1 / height, heading, fontsize=10, va="top")
         save(figure, path)
 
 
-def _caption(classes: Any, label: int | None, names: Any, scores: Any, most: int) -> tuple[str, str]:
-    """What stands below an image, line by line: names, and beside them their scores."""
-    left, right = [f"{len(classes)} class{'es' * (len(classes) != 1)}"], [""]
+def _file_names(images: Sequence[Any], names: Mapping[int, str] | Sequence[str]) -> list[str]:
+    """What the files of images are called, behind their folder if there are several and it is no class; or nothing."""
+    known = set(names.values() if isinstance(names, Mapping) else names)
+    found = [each.get("path") if isinstance(each, dict) else getattr(each, "filename", each) for each in images]
+    files = [Path(file if isinstance(file, str | Path) else "") for file in found]
+    several = len({file.parent for file in files}) > 1
+    folders = [several and unicodedata.normalize("NFC", file.parent.name) not in known for file in files]
+    parts = ["/".join(file.parts[-1 - folder :]) for file, folder in zip(files, folders, strict=True)]
+    return [whole(shortened(name, FILE_WIDTH), 99) for name in parts]
+
+
+def _caption(file: str, classes: Any, label: int | None, scores: Any, names: Any, most: int) -> tuple[str, str]:
+    """What stands below an image, line by line: its file, names, and beside them their scores."""
+    left = [*([file] if file else []), f"{len(classes)} class{'es' * (len(classes) != 1)}"]
+    right = [""] * len(left)
     for place, j in enumerate(classes[:most]):
         name = whole(names[int(j)], WIDTH).split("\n")
         left += [("✓ " if j == label else "   ") + name[0], *(f"   {part}" for part in name[1:])]
@@ -118,19 +134,20 @@ def _caption(classes: Any, label: int | None, names: Any, scores: Any, most: int
 
 
 def set_size_histogram(counts: dict[str, Sequence[int]], path: str | Path, title: str = "Set sizes on test") -> None:
-    """Share of images by set size, one series for each run or group of classes.
+    """Percentage of images by set size, one series for each run or group of classes.
 
     Args:
-        counts: For each series, how many images got a set of 0, 1, 2, ... classes.
+        counts: For each series, how many images got a set of 0, 1, 2, ... classes; one that is alone needs no name.
         path: PNG or SVG to write.
         title: Above the axes.
     """
     width, largest = 0.8 / len(counts), 0
-    with drawn_axis(path, "classes in the set", "share of images", title, height=3.6, names=counts) as axis:
+    with drawn_axis(path, "classes in the set", "% of images", title, height=3.6, names=counts) as axis:
         for i, (name, series) in enumerate(counts.items()):
             sizes, shares = np.arange(len(series)), np.asarray(series) / max(sum(series), 1)
-            label = f"{whole(name)} (mean {np.dot(sizes, shares):.2f})"
-            largest = max(largest, *np.flatnonzero(shares >= LEAST_DRAWN), 1)
+            mean = f"mean {np.dot(sizes, shares):.2f}"
+            label = f"{whole(name)} ({mean})" if name else f"{mean} classes"
+            largest, shares = max(largest, *np.flatnonzero(shares >= LEAST_DRAWN), 1), 100 * shares
             if max(map(len, counts.values())) > MOST_BARS:
                 axis.plot(sizes, shares, label=label, **look(i))
                 continue
@@ -252,9 +269,8 @@ def learning_curves(curves: dict[str, Sequence[dict[str, float]]], path: str | P
             axes[0].plot(epochs, [100 * point["accuracy"] for point in points], label=whole(name), **look(i))
             if least > 0:
                 axes[1].plot(epochs, [point["loss"] / least for point in points], **look(i))
-        for axis, label in zip(
-            axes, ("validation average-K accuracy (%)", "validation loss / its minimum"), strict=True
-        ):
+        labels = "validation average-K accuracy (%)", "validation loss / its minimum"
+        for axis, label in zip(axes, labels, strict=True):
             axis.set(xlabel="epoch", ylabel=label)
             axis.grid(alpha=0.3)
             axis.spines[["top", "right"]].set_visible(False)
@@ -279,9 +295,8 @@ def set_size_course(monitor: Any, path: str | Path, name: str = "") -> None:
     found = f"{found}, mean {monitor.mean:.2f} over {monitor.num_images} images"
     title = f"{name}, K = {monitor.k:g}: {found}" if name else found
     with drawn_axis(path, "images", "classes in the set", title, height=3.6) as axis:
-        axis.fill_between(
-            number, low, high, color="#BFDDEE", label=f"{100 * monitor.confidence:g}% interval, for all times together"
-        )
+        label = f"{100 * monitor.confidence:g}% interval, for all times together"
+        axis.fill_between(number, low, high, color="#BFDDEE", label=label)
         axis.plot(number, mean, color=COLOURS[0], label="mean set size")
         axis.axhline(monitor.k, color=COLOURS[4], linestyle="--", label=f"K = {monitor.k:g}, calibrated")
         for sign, label in ((-1, None), (1, "margin, within which it is no drift")):
