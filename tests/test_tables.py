@@ -449,7 +449,7 @@ def test_contact_sheet_names_files(tmp_path):
     sets = [[0], [0, 1], [1], [0], [1]]
     plots.contact_sheet(images, sets, None, {0: "oak", 1: "ash"}, tmp_path / "s.svg", ordered=False)
     drawn = texts(tmp_path / "s.svg")
-    assert drawn.count("0.png") == 2 and r"walk \$2/1.png" in drawn and "2 classes" in drawn
+    assert drawn.count("0.png") == 2 and "walk $2/1.png" in drawn and "2 classes" in drawn
     assert "a_photograph_of_a…_20240501_0001.png" in drawn and shortened(long, len(long)) == long
     assert shortened("信天翁" * 10, 20) == "信天翁信…天翁信天翁"
     plots.contact_sheet(images[1:2], sets[1:2], None, ["oak", "ash"], tmp_path / "one.svg")
