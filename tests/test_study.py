@@ -146,6 +146,21 @@ def test_what_to_expect_of_birds_and_rare_classes():
     assert f"for {cost:.1f} points of all images" in text
 
 
+def test_what_looking_twice_is_worth():
+    """The points that README and docs promise of mirrored images are the lowest and highest of both reports."""
+    gains = []
+    for name in ("cub200", "cifar100-small"):
+        report = (ROOT / "results" / name / "report.md").read_text()
+        rows = report.split("Paired difference to the same weights without it")[1].split("\n\n")[1].splitlines()
+        column = [cell.strip() for cell in rows[0].split("|")].index("flip")
+        found = [row.split("|")[column].split() for row in rows[2:]]
+        gains += [float(gain) for gain, *_ in found]
+        assert len(found) == 4 and all(won == "(3/3)" for *_, won in found)
+    words = f"{min(gains):.1f} to {max(gains):.1f} points"
+    for page in ("README.md", "docs/which_loss.md"):
+        assert words in " ".join((ROOT / page).read_text().split())
+
+
 IN_README = [" ", " average-3 accuracy ", " mean set size ", " few shot "]
 
 
