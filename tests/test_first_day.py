@@ -60,7 +60,8 @@ def test_check_finds_what_would_spoil_a_training(photographs, tmp_path, capsys):
     assert main(["check", str(photographs), "--json", "--plot", str(picture)]) == 1
     found = json.loads(capsys.readouterr().out)
     problems = found["problems"]
-    assert [len(problems[kind]) for kind in sorted(problems)] == [1, 6, 1, 1, 1], problems
+    assert [len(problems[kind]) for kind in sorted(problems)] == [1, 6, 3, 1, 1, 1], problems
+    assert problems["empty folders"] == [f"test/{name} has no image" for name in ("beech", "cedar", "fir")]
     assert "oak/0.png" in problems["broken images"][0].replace("\\", "/")
     assert set(problems["classes in one split only, or without training images"]) == {
         "only here (only in test)",
