@@ -204,7 +204,7 @@ def check_calibrated(k: float, known: Iterable[float]) -> None:
             f"no threshold is stored for k={k_key(k)}; this model is calibrated for k in"
             f" {', '.join(map(k_key, known))}, and for what lies in between. Ask for one in"
             f" [{k_key(known[0])}, {k_key(known[-1])}], or calibrate again with"
-            f" `avgk calibrate MODEL DATASET --k {k_key(k)}`."
+            f" `avgk calibrate MODEL DATASET --k {' '.join(map(k_key, sorted({*known, k})))}`."
         )
 
 

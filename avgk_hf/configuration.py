@@ -297,8 +297,13 @@ def _own() -> list[str]:
     return [name for name in AvgKConfig.__annotations__ if name not in PreTrainedConfig.__annotations__]
 
 
-def check_fields(given: dict[str, Any]) -> None:
-    """Refuse a name that is no field of a config, which transformers would keep as an attribute and nobody read."""
+def check_fields(given: dict[str, Any], num_labels: int | None = None) -> None:
+    """Refuse a name that is no field of a config, which transformers would keep as an attribute and nobody read.
+
+    And a number of classes that is not that of their names.
+    """
+    if given.get("id2label") and num_labels not in (None, len(given["id2label"])):
+        raise ValueError(f"num_labels={num_labels}, but id2label has {len(given['id2label'])} names: leave one out.")
     known = {*(item.name for item in fields(AvgKConfig)), *NOT_FIELDS, *_every_hyperparameter()}
     for name in given:
         if name not in known:

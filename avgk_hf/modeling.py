@@ -135,7 +135,7 @@ class AvgKForImageClassification(PreTrainedModel):
             config_fields: Hyperparameters of the objective by name, e.g. `alpha=5.0`, and further fields of
                 `AvgKConfig`, e.g. `id2label={0: "oak", 1: "elm"}`.
         """
-        check_fields(config_fields)
+        check_fields(config_fields, num_labels)
         if "id2label" in config_fields:
             labels = config_fields["id2label"]
             if len(set(labels.values())) < len(labels):

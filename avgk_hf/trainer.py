@@ -19,6 +19,7 @@ from .calibration import Calibration
 from .configuration import AvgKConfig
 from .conformal import enough_images, level_key
 from .data import class_counts
+from .data.classes import check_names
 from .data.datasets import TAKE, check_length, collate
 from .evaluation import Evaluation, loop
 from .files import new_file, write_text
@@ -127,6 +128,7 @@ class AvgKTrainer(ObjectiveTrainer):
                 raise ValueError(f"{name} is empty.")
             dataset = getattr(dataset, "images", dataset)  # those that features stand for
             if isinstance(dataset, datasets.Dataset) and "label" in dataset.column_names:
+                check_names(name, dataset, config)
                 counts = class_counts(dataset, config.num_labels)
                 if name == "train_dataset":
                     config.train_counts = counts.tolist()
@@ -190,6 +192,7 @@ class AvgKTrainer(ObjectiveTrainer):
     def get_test_dataloader(self, test_dataset: Dataset) -> DataLoader:
         """As in `Trainer`, with every image once."""
         check_length("the dataset to evaluate", test_dataset)
+        check_names("the dataset to evaluate", getattr(test_dataset, "images", test_dataset), self.model.config)
         with self._every_image_once():
             return super().get_test_dataloader(test_dataset)
 

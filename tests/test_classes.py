@@ -10,7 +10,7 @@ from avgk_hf import load_splits
 from avgk_hf.classifiers import load_classifier
 from avgk_hf.cli import main
 from avgk_hf.data import align_labels
-from avgk_hf.data.classes import match_classes, read_label_map
+from avgk_hf.data.classes import check_names, match_classes, read_label_map
 from avgk_hf.evaluation import evaluate
 from conftest import CLASSES, save_vit, write_images
 
@@ -204,3 +204,19 @@ def test_two_classes_of_one_name_with_other_ids():
     assert match_classes(["elm", "crane"], config, {"crane": "3"}) == [2, 3]
     with pytest.raises(ValueError, match="2 for 'crane', which is no class of the model"):
         match_classes(["elm", "crane"], config, {"crane": 2})
+
+
+def test_a_model_is_not_trained_on_classes_of_another_order(make_trainer, make_model, splits):
+    """Nor evaluated; a model that names none takes any, and of a longer list the names that both have count."""
+    names = splits["train"].features["label"].names
+    other = make_model(id2label=dict(enumerate(reversed(names))))
+    with pytest.raises(ValueError, match="train_dataset: class 0 is"):
+        make_trainer(other)
+    trainer = make_trainer(make_model())
+    trainer.model.config.id2label = dict(enumerate(reversed(names)))
+    with pytest.raises(ValueError, match="the dataset to evaluate: class 0 is"):
+        trainer.evaluate(trainer.eval_dataset.select(range(4)))
+    for given in ({"num_labels": len(names)}, {"id2label": dict(enumerate([*names, "yew"]))}):
+        check_names("train_dataset", splits["train"], make_model(**given).config)
+    with pytest.raises(ValueError, match="num_labels=3, but id2label has 6 names"):
+        make_model(id2label=dict(enumerate(names)), num_labels=3)

@@ -250,6 +250,26 @@ def _check_found(names: list[str], known: list[str], found: list[list[int]]) -> 
             )
 
 
+def check_names(what: str, dataset: Any, config: Any) -> None:
+    """Refuse labelled images whose classes have other names than the model's; a model without names takes any.
+
+    Args:
+        what: How the dataset is called in the error.
+        dataset: Of which a ClassLabel is looked at, where there is one.
+        config: The model's.
+    """
+    feature = dataset.features.get("label") if isinstance(dataset, Dataset) else None
+    if not isinstance(feature, ClassLabel):
+        return
+    for i, name in enumerate(feature.names[: config.num_labels]):
+        if (own := config.id2label[i]) not in (f"LABEL_{i}", name) and nfc(own) != nfc(name):
+            raise ValueError(
+                f"{what}: class {i} is {name!r} there and {own!r} in the model: build the model with"
+                " `id2label=dict(enumerate(names))` of the dataset, or give the dataset the model's classes with"
+                " `avgk_hf.data.align_labels`."
+            )
+
+
 def check_new_classes(splits: Mapping[str, Dataset], train: str = "train") -> None:
     """Refuse a class that has images in some split and none in that of the training.
 
