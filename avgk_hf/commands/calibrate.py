@@ -46,10 +46,10 @@ def arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
+    refuse_link(args.out or args.model)  # now, and not when all is computed
     check_model(args.model, args.k, calibrated=False, dataset=args.dataset, levels=args.coverage or ())
     if not args.out and (args.push or not Path(args.model).is_dir()):
         raise ValueError("name a folder for the calibrated model with --out.")
-    refuse_link(args.out or args.model)  # now, and not when all is computed
     check_pictures(args.plot)
     quiet_unless_first()
     from ..calibration import Calibration
