@@ -961,7 +961,7 @@ BAD_FOLDERS = {
     "hidden files": ({".hidden/a.png": PNG}, ""),
     "one class": ({"train/ash/0.png": PNG}, "does not say which class"),
     "no classes": ({"train/0.png": PNG, "train/1.png": PNG}, "does not say which class"),
-    "folders of unequal depth": ({"train/ash/0.png": PNG, "train/elm/young/1.png": PNG}, "elm/young/1.png lies deeper"),
+    "folders of unequal depth": ({"train/ash/0.png": PNG, "train/elm/young/1.png": PNG}, "young/1.png lies deeper"),
     "a csv without images": ({"train.csv": "a,b\n1,2\n"}, "has no column 'image'"),
     "a csv without labels": ({"train.csv": "image\nx.png\n"}, "does not say which class"),
     "a csv with numbers": ({"train.csv": "image,label\n1,0\n2,1\n"}, "cannot be read"),

@@ -199,8 +199,8 @@ def _balance(answers: Answers) -> gr.Slider | gr.State:
 def _show_examples(examples: Sequence[tuple[Path, int]], answers: Answers, image: gr.Image) -> None:
     """The examples with the sizes of their sets and true names, or files; the one that is chosen becomes the image."""
     gr.HTML(render("examples.html", title=EXAMPLES, k=k_key(answers.k)))
-    texts = [(path.name, answers.true_name(path), answers.count(size)) for path, size in examples]
-    captions = [f"{count}: {name}" if name else f"{shortened(file, 40)}: {count}" for file, name, count in texts]
+    names = [answers.true_name(path) or shortened(path.name, 40) for path, _ in examples]
+    captions = [f"{answers.count(size)}: {name}" for (_, size), name in zip(examples, names, strict=True)]
     gallery = gr.Gallery(
         [(str(path), caption) for (path, _), caption in zip(examples, captions, strict=True)],
         label=EXAMPLES,
