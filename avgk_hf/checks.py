@@ -216,8 +216,8 @@ def check_dataset(name: str) -> None:
         raise FileNotFoundError(f"dataset={name!r}: there is no such folder; did you mean {near!r}?")
 
 
-def near_folder(name: str) -> str | None:
-    """A folder here whose name is nearly that of one that is not there, None where there is none.
+def near_folder(name: str, file: bool = False) -> str | None:
+    """A folder, or a file, here whose name is nearly that of one that is not there, None where there is none.
 
     Names of the Hub are nearly never like those of folders here, and to look there takes a minute without a network.
     """
@@ -225,7 +225,7 @@ def near_folder(name: str) -> str | None:
     if path.exists() or not path.parent.is_dir():
         return None
     try:
-        names = [each.name for each in path.parent.iterdir() if each.is_dir()]
+        names = [each.name for each in path.parent.iterdir() if each.is_file() == file]
     except OSError:  # may not be read
         return None
     return next((str(path.parent / near) for near in get_close_matches(path.name, names, 1, LIKE)), None)

@@ -68,11 +68,10 @@ def _place(name: str, weights: bool = True) -> str:
     folder = model_folder(name)
     if folder is not None:
         check_folder(folder, weights)
-    elif "/" not in name:
-        return _timm_repo(name)
-    else:
-        reach(name, "", ["config.json"], "there is no such folder here either; check the name, or go online")
-    return name
+        return name
+    place = name if "/" in name else _timm_repo(name)
+    reach(place, "", ["config.json"], "there is no such folder here either; check the name, or go online")
+    return place
 
 
 def _with_details(config: PreTrainedConfig, name: str, folder: Path) -> None:

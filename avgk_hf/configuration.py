@@ -302,6 +302,8 @@ def check_fields(given: dict[str, Any], num_labels: int | None = None) -> None:
 
     And a number of classes that is not that of their names.
     """
+    if not isinstance(given.get("id2label", {}), dict):
+        raise ValueError("id2label must be a mapping, {0: name, 1: name, ...}: of a list, `dict(enumerate(names))`.")
     if given.get("id2label") and num_labels not in (None, len(given["id2label"])):
         raise ValueError(f"num_labels={num_labels}, but id2label has {len(given['id2label'])} names: leave one out.")
     known = {*(item.name for item in fields(AvgKConfig)), *NOT_FIELDS, *_every_hyperparameter()}

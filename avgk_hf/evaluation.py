@@ -77,7 +77,7 @@ def loop(
 def calibrate(
     model: PreTrainedModel,
     dataset: Dataset | Stream,
-    k: Iterable[float],
+    k: float | Iterable[float],
     dataset_name: str | None = None,
     **kwargs: Any,
 ) -> dict[str, float]:
@@ -92,7 +92,7 @@ def calibrate(
 def evaluate(
     model: PreTrainedModel,
     dataset: Dataset | IterableDataset | Stream,
-    k: Iterable[float] = (),
+    k: float | Iterable[float] = (),
     calibrate: bool = False,
     batch_size: int = 64,
     num_workers: int = 0,
@@ -114,7 +114,7 @@ def evaluate(
     Args:
         model: With `calibrate` its config receives the thresholds.
         dataset: The split. Without labels only sizes are measured. A stream is counted first, if need be.
-        k: Average set sizes besides the model's own, in the calibrated range; default: all that are calibrated.
+        k: Average set size, or several, besides the model's own, in the calibrated range; default: all of these.
         calibrate: Compute the thresholds from this split, instead of using those in the config.
         batch_size: Images per forward pass.
         num_workers: Processes that read images.
@@ -135,16 +135,17 @@ def evaluate(
         The metrics, as `AvgKTrainer.evaluate` names them, without prefix; with `"skip"` also how many are `skipped`.
     """
     run, labelled = {"batch_size": batch_size, "num_workers": num_workers}, "label" in (dataset.column_names or ())
+    ks = list(k) if isinstance(k, Iterable) else [k]
     special = per_class or check_choice("method", method, METHODS) != "lac"
     check_asked(labelled, calibrate, monitor is not None, coverage is not None or special, balancing)
     dataset, skipped = _readable(dataset, dataset_name, on_bad_image, **run)
     dataset, classes = align_classes(dataset, model.config, labels, calibrate, classes_from_dataset)
     if not labelled and monitor is None:
-        monitor = SetSizeMonitor.from_config(model.config, *list(k)[:1], balance=balance)
+        monitor = SetSizeMonitor.from_config(model.config, *ks[:1], balance=balance)
     how = {"method": method, "per_class": per_class, "classes": classes, "keep_heads": keep_heads}
     if calibrate:
         how["balancing"] = calibrated_balances(model, dataset, classes, balance, run=run, **balancing)
-    evaluation = _plan(model.config, dataset, list(k), calibrate, coverage, monitor, balance, how)
+    evaluation = _plan(model.config, dataset, ks, calibrate, coverage, monitor, balance, how)
     run_model(model, dataset, [evaluation, *listed], **run, description="calibrate" if calibrate else "evaluate")
     if calibrate:
         evaluation.store(dataset=dataset_name, split=str(dataset.split or "validation"))

@@ -6,7 +6,7 @@ from typing import Any
 
 import yaml
 
-from .checks import reason_of
+from .checks import near_folder, reason_of
 
 MOST_CHARACTERS = 1_000_000
 TAG = "tag:yaml.org,2002:"
@@ -70,7 +70,9 @@ def read_recipe(path: Path) -> dict[str, Any]:
         remedy = f"`avgk init {shlex.quote(str(path))} --out recipe.yaml` writes one"
         raise IsADirectoryError(f"{path} is a folder of images, no recipe: {remedy}.")
     if not path.is_file():
-        raise FileNotFoundError(f"there is no recipe {str(path)!r}; name a YAML file.")
+        near = near_folder(str(path), file=True)
+        hint = f"did you mean {near!r}?" if near else "name a YAML file."
+        raise FileNotFoundError(f"there is no recipe {str(path)!r}; {hint}")
     try:
         recipe = load_yaml(path.read_text(encoding="utf-8"))
     except ValueError as error:  # also of a file that is not UTF-8

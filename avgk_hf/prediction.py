@@ -8,9 +8,10 @@ there, and of several processes process r takes the shards r, r + W, r + 2 W, ..
 import hashlib
 import json
 import sys
+from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
-from itertools import groupby
+from itertools import cycle, groupby
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -20,7 +21,7 @@ from huggingface_hub.utils import tqdm
 from torch.utils.data import DataLoader
 from transformers import PreTrainedModel
 
-from .calibration import FIELDS, Calibration
+from .calibration import FIELDS, Answer, Calibration
 from .checks import read_json, reason_of
 from .classifiers import forward, transform_for
 from .data.containers import MOST_BYTES, OutOfReach
@@ -88,28 +89,32 @@ class Tally:
         left_out: How many of them cannot be read.
         faults: Why, of the first of these.
         sizes: By what was asked, as text, the sum of the set sizes.
+        below: By the same, how many sets hold only what `min_size` put there: no class reached the threshold.
     """
 
     images: int = 0
     left_out: int = 0
     faults: list[str] = field(default_factory=list)
-    sizes: dict[str, int] = field(default_factory=dict)
+    sizes: Counter[str] = field(default_factory=Counter)
+    below: Counter[str] = field(default_factory=Counter)
 
-    def add(self, batch: Batch, rows: Iterable[Row], column: str) -> None:
+    def add(self, batch: Batch, rows: Iterable[Row], answers: Sequence[tuple[tuple[str, float], Answer]]) -> None:
         """Count a batch and its rows."""
         faults = [error for error in batch.errors if error is not None]
         self.merge(Tally(len(batch.names), len(faults), faults))
-        for found in rows:
+        for found, ((column, _), answer) in zip(rows, cycle(answers), strict=False):
             asked = f"{found[column]:g}"
-            self.sizes[asked] = self.sizes.get(asked, 0) + found["size"]
+            self.sizes[asked] += found["size"]
+            if answer.lambda_val is not None and found["set"] and found["set"][0]["score"] < answer.lambda_val:
+                self.below[asked] += 1
 
     def merge(self, other: "Tally") -> None:
         """Add what another one counted."""
         self.images += other.images
         self.left_out += other.left_out
         self.faults += other.faults[: MOST_FAULTS - len(self.faults)]
-        for asked, size in other.sizes.items():
-            self.sizes[asked] = self.sizes.get(asked, 0) + size
+        self.sizes.update(other.sizes)
+        self.below.update(other.below)
 
 
 class Predictor:
@@ -174,7 +179,7 @@ class Predictor:
                 if fault is not None and self.on_bad_image == "error":
                     raise ValueError(fault)
                 rows = self._rows(batch)
-                self.tally.add(batch, rows, self.column)
+                self.tally.add(batch, rows, self.answers)
                 yield batch.shard, rows
                 bar.update(len(batch.names))
 

@@ -20,7 +20,7 @@ from .configuration import AvgKConfig
 from .conformal import enough_images, level_key
 from .data import class_counts
 from .data.classes import check_names
-from .data.datasets import TAKE, check_length, collate
+from .data.datasets import TAKE, check_length, check_prepared, collate
 from .evaluation import Evaluation, loop
 from .files import new_file, write_text
 from .losses import make_loss
@@ -60,6 +60,8 @@ class AvgKTrainer(ObjectiveTrainer):
         eval_dataset: The validation set, in the same form and with a length.
         dataset_name: What `load_splits` read, for the calibration record, the card and results.json; of a local folder
             the first two name the last part only.
+        validation_per_class: As `load_splits` was given it, so that the commands know which images were taken.
+        split_seed: The same.
         kwargs: As in `Trainer`.
     """
 
@@ -72,6 +74,8 @@ class AvgKTrainer(ObjectiveTrainer):
         train_dataset: Dataset | None = None,
         eval_dataset: Dataset | None = None,
         dataset_name: str | None = None,
+        validation_per_class: int | None = None,
+        split_seed: int = 0,
         **kwargs: Any,
     ) -> None:
         if not isinstance(args, AvgKTrainingArguments):
@@ -81,18 +85,21 @@ class AvgKTrainer(ObjectiveTrainer):
                 "pass one validation set as `eval_dataset`: the thresholds come from it, not from several."
             )
         check_trainer_arguments(args, kwargs)
+        # torch's own collates a worker's images in the memory it shares; the stock one costs a further copy of them
+        for name, dataset in (("train_dataset", train_dataset), ("eval_dataset", eval_dataset)):
+            if kwargs.setdefault("data_collator", collate) is collate:
+                check_prepared(name, dataset)
         # a local folder goes into config and card by its name only: they are made to be shared
         local = dataset_name is not None and Path(dataset_name).exists()
         self.dataset_name = Path(dataset_name).name if local else dataset_name
-        self.record: dict[str, Any] = {"data": {"dataset": dataset_name} if dataset_name else {}}  # for results.json
+        data = {"dataset": dataset_name, TAKE: validation_per_class, "split_seed": split_seed}
+        self.record: dict[str, Any] = {"data": data if dataset_name else {}}  # for results.json
         self._fit = partial(self._fit_to_data, args, train_dataset, eval_dataset)
         if model is not None:
             self._fit(model)
         self.card = CardCallback()
         self._calibrating = self._keeping_heads = False
         self.evaluation: Evaluation | None = None  # the last
-        # torch's own collates a worker's images in the memory it shares; the stock one costs a further copy of them
-        kwargs.setdefault("data_collator", collate)
         if args.early_stopping_patience:
             kwargs["callbacks"] = [
                 *(kwargs.get("callbacks") or []),
@@ -191,6 +198,8 @@ class AvgKTrainer(ObjectiveTrainer):
 
     def get_test_dataloader(self, test_dataset: Dataset) -> DataLoader:
         """As in `Trainer`, with every image once."""
+        if self.data_collator is collate:
+            check_prepared("the dataset to evaluate", test_dataset)
         check_length("the dataset to evaluate", test_dataset)
         check_names("the dataset to evaluate", getattr(test_dataset, "images", test_dataset), self.model.config)
         with self._every_image_once():

@@ -9,6 +9,7 @@ import os
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass, fields
+from difflib import get_close_matches
 from typing import Any
 
 import torch
@@ -16,7 +17,7 @@ from transformers import EarlyStoppingCallback, TrainingArguments
 from transformers.hf_argparser import HfArg
 from transformers.utils import logging
 
-from .checks import check_choice, check_whole, is_number
+from .checks import LIKE, check_choice, check_whole, is_number
 from .configuration import IMAGE_PROCESSOR, AvgKConfig
 from .conformal import LEVELS, METHODS, check_level
 from .losses import LOSSES
@@ -241,6 +242,16 @@ class AvgKTrainingArguments(TrainingArguments):
     metric_for_best_model: str | None = "average_k_accuracy"
     logging_nan_inf_filter: bool = False  # a loss that is not finite ends the training
     remove_unused_columns: bool = False  # images are made from columns that the model does not know
+
+    def __new__(cls, *args: Any, **given: Any) -> "AvgKTrainingArguments":
+        """As in the base class, after refusing a name that is no field."""
+        known = [item.name for item in fields(cls)]
+        for name in given:
+            if name not in known:
+                near = get_close_matches(name, known, 1, LIKE)
+                hint = f"did you mean {near[0]!r}?" if near else "what shapes the model is given to `from_timm`."
+                raise TypeError(f"AvgKTrainingArguments has no field {name!r}; {hint}")
+        return super().__new__(cls)
 
     def __post_init__(self) -> None:
         """As in the base class, after refusing values that could only fail later.

@@ -15,7 +15,14 @@ from PIL import Image
 from safetensors.torch import save_file
 from transformers import pipeline
 
-from avgk_hf import AvgKConfig, AvgKForImageClassification, load_splits
+from avgk_hf import (
+    AvgKConfig,
+    AvgKForImageClassification,
+    AvgKTrainer,
+    AvgKTrainingArguments,
+    load_splits,
+    prepare,
+)
 from avgk_hf.calibration import Calibration
 from avgk_hf.checks import near_folder
 from avgk_hf.cli import main
@@ -501,3 +508,105 @@ def test_what_is_wrong_is_said_in_one_line_before_anything_is_loaded(tmp_path, m
         assert error.count("\n") == 1
     assert main(["train", "my birds"]) == 2
     assert capsys.readouterr().err == f"avgk train: {recipe}\n"
+
+
+def test_init_refuses_a_model_or_weights_that_training_would(image_folder, tmp_path, capsys):
+    weights = tmp_path / "weights.safetensors"
+    save_file(timm.create_model("test_vit").state_dict(), weights)
+    out = tmp_path / "recipe.yaml"
+    asked = ["init", str(image_folder), "--out", str(out), "--model"]
+    assert main([*asked, "test_resnett"]) == 2
+    assert "Did you mean test_resnet" in capsys.readouterr().err
+    assert main([*asked, "test_resnet", "--checkpoint", str(weights)]) == 2
+    assert "weights.safetensors" in capsys.readouterr().err
+    assert not out.exists()
+    assert main([*asked, "test_vit", "--checkpoint", str(weights)]) == 0
+
+
+def test_a_recipe_that_is_nearly_there(tmp_path, capsys):
+    (tmp_path / "plants.yaml").write_text("k: 2\n")
+    assert main(["train", str(tmp_path / "plants.yml")]) == 2
+    assert f"did you mean '{tmp_path / 'plants.yaml'}'?" in capsys.readouterr().err
+
+
+def test_predict_says_which_names_are_forced_and_which_heads_answer(make_model, image_folder, tmp_path, capsys):
+    model = make_model(head="auto")
+    Calibration.store(model.config, {1: 2.0, 2: -1.0}, heads={1: "ml", 2: "sccp"})
+    model.save_pretrained(tmp_path / "model")
+    photos = str(image_folder / "test" / CLASSES[0])
+    number = len(list(Path(photos).iterdir()))
+    assert main(["predict", str(tmp_path / "model"), photos, "--k", "1", "2"]) == 0
+    error = capsys.readouterr().err
+    assert f"of these, {number} show no class that reaches the threshold" in error
+    assert error.count("reaches the threshold") == 1  # K = 1 alone
+    assert "different heads answer for these K" in error
+    assert main(["predict", str(tmp_path / "model"), photos, "--k", "2"]) == 0
+    error = capsys.readouterr().err
+    assert "reaches the threshold" not in error and "different heads" not in error
+
+
+def test_both_tables_name_photographs_alike(trained_run, image_folder, tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(image_folder / "test")
+    run, sets, unsure = str(trained_run), tmp_path / "sets.csv", tmp_path / "unsure"
+    assert main(["predict", run, CLASSES[0], "--out", str(sets)]) == 0
+    assert main(["evaluate", run, CLASSES[0], "--unsure", "3", "--unsure-out", str(unsure)]) == 0
+    assert f"{CLASSES[0]}: " in capsys.readouterr().out  # photographs without names are no split
+    first = {line.split(",")[0] for line in sets.read_text(encoding="utf-8-sig").splitlines()[1:]}
+    second = {line.split(",")[0] for line in (unsure / "unsure.csv").read_text(encoding="utf-8-sig").splitlines()[1:]}
+    assert len(second) == 3 and second <= first
+
+
+def test_calls_from_python_that_newcomers_made(make_model, make_trainer, splits, image_folder, tmp_path):
+    model = make_model()
+    names = list(model.config.id2label.values())
+    with pytest.raises(ValueError, match=r"dict\(enumerate\(names\)\)"):
+        AvgKForImageClassification.from_timm("test_resnet", id2label=names)
+    assert prepare(splits["train"], model)[0]["pixel_values"].ndim == 3
+    with pytest.raises(ValueError, match="prepare takes one split"):
+        prepare(splits, model)
+    with pytest.raises(TypeError, match="did you mean 'num_train_epochs'"):
+        AvgKTrainingArguments(str(tmp_path), num_train_epoch=3)
+    with pytest.raises(TypeError, match="`from_timm`"):
+        AvgKTrainingArguments(str(tmp_path), objective="ce")
+    args = AvgKTrainingArguments(str(tmp_path), report_to=[])
+    with pytest.raises(ValueError, match="train_dataset holds images as they are stored"):
+        AvgKTrainer(model, args, splits["train"])
+    with pytest.raises(ValueError, match="train_dataset are the splits"):
+        AvgKTrainer(model, args, splits)
+    trainer = AvgKTrainer(model, args, None, prepare(splits["validation"], model))
+    trainer.evaluate()
+    with pytest.raises(ValueError, match="the dataset to evaluate holds images"):
+        trainer.evaluate(splits["test"])
+    assert evaluate(model, splits["validation"], 2, calibrate=True)["mean_set_size"] == 2
+
+
+def test_pictures_of_a_run_from_python_whose_validation_was_taken(image_folder, tmp_path, capsys):
+    shutil.copytree(image_folder, tmp_path / "plants")
+    shutil.rmtree(tmp_path / "plants" / "validation")
+    splits = load_splits(str(tmp_path / "plants"), validation_per_class=2, split_seed=1)
+    labels = dict(enumerate(splits["train"].features["label"].names))
+    model = AvgKForImageClassification.from_timm("test_resnet", id2label=labels, k=2, image_size=32)
+    args = AvgKTrainingArguments(str(tmp_path / "run"), num_train_epochs=1, report_to=[], calibrate_k=[1])
+    train, validation, test = (prepare(splits[name], model) for name in ("train", "validation", "test"))
+    about = {"dataset_name": str(tmp_path / "plants"), "validation_per_class": 2, "split_seed": 1}
+    trainer = AvgKTrainer(model, args, train, validation, **about)
+    trainer.train()
+    trainer.evaluate()
+    trainer.evaluate(test, metric_key_prefix="test")
+    trainer.save_model()
+    assert main(["plot", str(tmp_path / "run"), "--out", str(tmp_path / "pictures")]) == 0
+    assert (tmp_path / "pictures" / "tradeoff.png").is_file()
+    taken = AvgKConfig.from_pretrained(tmp_path / "run").calibration["taken"]
+    assert taken == {"dataset": "plants", "per_class": 2, "seed": 1}
+
+
+def test_an_older_card_of_a_foreign_classifier_names_a_command_that_works(image_folder, tmp_path, capsys):
+    save_vit(tmp_path / "vit")
+    out, again = str(tmp_path / "sets"), str(tmp_path / "again")
+    assert main(["calibrate", str(tmp_path / "vit"), str(image_folder), "--k", "2", "--out", out]) == 0
+    assert main(["calibrate", out, str(image_folder), "--k", "1"]) == 0
+    assert "README.md (`avgk calibrate` with --out another folder" in capsys.readouterr().out
+    assert main(["calibrate", out, str(image_folder), "--k", "1", "--out", again]) == 0
+    capsys.readouterr()
+    assert main(["info", again]) == 0
+    assert "older" not in capsys.readouterr().out

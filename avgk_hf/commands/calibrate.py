@@ -16,7 +16,7 @@ from .evaluate import (
     say_split,
     shared_arguments,
 )
-from .options import balance, check_model, check_pictures, labels_of, say_left_out, say_written
+from .options import balance, check_model, check_pictures, labels_of, say_left_out, say_written, writes_card
 
 HELP = "compute a model's thresholds on validation images"
 
@@ -84,7 +84,7 @@ def run(args: argparse.Namespace) -> int:
     if args.plot:
         _draw(calibration, args)
     if not args.json:
-        _say_balances(calibration)
+        _say_balances(calibration, args)
         print(f"thresholds written to {args.out or args.model}")
         _say_what_changed(before, _recorded(model.config), None if args.out else Path(args.model))
         if (approximate := promise(Calibration.of(model.config))) is not None:
@@ -108,7 +108,7 @@ def _prevalence(args: argparse.Namespace, config: Any) -> list[float]:
     return smoothed_prevalence(class_counts(align_labels(splits["train"], config, labels_of(args)), config.num_labels))
 
 
-def _say_balances(calibration: Any) -> None:
+def _say_balances(calibration: Any, args: argparse.Namespace) -> None:
     """What balances are worth on the images of the calibration, at the model's own K."""
     rows = [row for row in calibration.tradeoff if row[0] == calibration.k]
     if not rows:
@@ -125,6 +125,10 @@ def _say_balances(calibration: Any) -> None:
     print(f"\naccuracy by balance, K = {calibration.k:g}\n{as_text(heading, cells)}")
     sources = {"train": "of the training", "given": "as given", "estimated": "estimated, mean probabilities"}
     known = sources.get(calibration.source.get("prevalence_from"), "unknown")
+    if args.balance == "auto" and not calibration.balance:
+        print(
+            f"auto: every balance above 0 costs more than {args.give_up:g} points of all images (--give-up): it is 0"
+        )
     print(
         f"(0: every image counts alike, 1: every class does, so that rare ones get in more easily; the model's own is"
         f" {calibration.balance:g}, another is asked for with --balance; frequencies of classes: {known})\n"
@@ -174,7 +178,9 @@ def _say_what_changed(before: dict[str, dict], after: dict[str, dict], folder: P
             print(f"{name} = {printable(', '.join(gone))} of an earlier calibration: not recorded any more")
     older = [name for name in ("README.md", "onnx/model.onnx") if folder and (folder / name).is_file()]
     if older:
-        print(f"older than these thresholds: {', '.join(older)} (`avgk card`, `avgk export` write them anew)")
+        print(
+            f"older than these thresholds: {', '.join(older)} ({writes_card(folder)}, `avgk export` write them anew)"
+        )
 
 
 def save_classifier(model: Any, folder: str | Path, metrics: dict[str, float], repo: str | None = None) -> None:

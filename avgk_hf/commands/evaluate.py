@@ -144,7 +144,7 @@ def _show_sets(listed: Any, args: argparse.Namespace, name: str) -> dict[Path, s
         images = listed.longest(args.unsure)
         table, picture = Path(args.unsure_out) / "unsure.csv", Path(args.unsure_out) / "contact_sheet.png"
         with written_to(table) as write:
-            write(listed.rows(images))
+            write({**each, "image": _as_typed(each["image"], args.dataset)} for each in listed.rows(images))
         shown, (sets, scores) = images[:SHOWN_IMAGES], zip(*map(listed.set_of, images[:SHOWN_IMAGES]), strict=True)
         labels = None if listed.labels is None else listed.labels[shown].tolist()
         pictures = [{**(one := listed.stored(i)), "path": one.get("path") or f"image {i}"} for i in shown]
@@ -152,6 +152,12 @@ def _show_sets(listed: Any, args: argparse.Namespace, name: str) -> dict[Path, s
         contact_sheet(pictures, sets, labels, listed.names, picture, scores, title, ordered=False)
         files |= {table: f"the {len(images)} images with the longest sets", picture: "the same as pictures"}
     return files
+
+
+def _as_typed(path: str, dataset: str) -> str:
+    """An image's path below the dataset as the user named that, as in the tables of `avgk predict`."""
+    place = os.path.join(os.path.realpath(dataset), "")
+    return os.path.join(dataset, path.removeprefix(place)) if path.startswith(place) else path
 
 
 def read_split(args: argparse.Namespace, config: Any, unlabelled: bool = False) -> Any:
@@ -284,7 +290,8 @@ def quiet_unless_first() -> None:
 def say_split(split: Any, args: argparse.Namespace) -> None:
     """What was measured on, before the tables; a stream does not know how much it was."""
     if not args.json and not args.streaming:
-        print(printable(f"{name_of(args)}, split {split.split or args.split}: {len(split):,} images"), end="\n\n")
+        part = f", split {split.split or args.split}" if "label" in split.column_names else ""
+        print(printable(f"{name_of(args)}{part}: {len(split):,} images"), end="\n\n")
 
 
 def print_metrics(metrics: dict[str, float], args: argparse.Namespace, own_k: float | None) -> None:

@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from ..shell import printable
+from .options import writes_card
 
 HELP = "say what a model is, what it can be asked, and how well it does"
 MOST_READ = 1_000_000  # characters of a card
@@ -94,7 +95,7 @@ def _results(calibration: Any, folder: Path) -> tuple[dict[str, Any], list[str]]
         with card.open(encoding="utf-8", errors="replace") as file:
             text = file.read(MOST_READ)
         if "lambda_val" in text and f"{own[first]:.6f}" not in text:
-            stale.append("README.md (`avgk card`)")
+            stale.append(f"README.md ({writes_card(folder)})")
     if (folder / "onnx" / "export.json").is_file():
         stored = read_json(folder / "onnx" / "export.json").get("thresholds")
         if stored != own:

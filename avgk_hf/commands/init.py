@@ -81,6 +81,10 @@ def run(args: argparse.Namespace) -> None:
     if args.checkpoint and not (args.model and os.path.isfile(args.checkpoint)):
         reason = "say with --model which timm model they are of" if not args.model else "there is no such file"
         raise ValueError(f"--checkpoint {args.checkpoint}: {reason}.")
+    if args.model and not args.model.startswith("hf_hub:"):
+        from ..weights import load_backbone
+
+        load_backbone(args.model, None, args.checkpoint, None, None)  # refused now, and not when it is trained
     text = recipe_for(read_splits(args), args)
     write_text(args.out, text)
     print(f"{text.partition(chr(10))[0][2:]}\nwritten to {args.out}; train with `avgk train {shlex.quote(args.out)}`")
@@ -165,7 +169,7 @@ def _data(splits: Any, counts: Any, args: argparse.Namespace, near: list[str], t
     if any(((counts["train"] == 0) & (each > 0)).any() for each in others):
         lines.append("allow_new_classes: true  # some classes have no training image: `avgk check` names them")
     lines.append("calibration_split: auto  # half of validation is kept for it, where there are images enough")
-    kept = "cache_features: true  # what the network makes of each image is computed once and kept"
+    kept = "cache_features: true  # what the network makes of each image is computed once and kept, below HF_HOME"
     lines.append(kept if frozen else "augmentation: timm  # random crops and flips")
     lines.append("on_bad_image: skip  # an image that cannot be read is left out and counted")
     return "\n".join(lines)

@@ -4,6 +4,7 @@ import argparse
 import os
 import sys
 from importlib.util import find_spec
+from pathlib import Path
 from typing import Any
 
 from ..shell import printable
@@ -118,6 +119,11 @@ def per_class_of(args: argparse.Namespace) -> bool | float:
     if args.per_class:
         raise ValueError("--per-class is --per-class-weight 1: give one of them.")
     return {0.0: False, 1.0: True}.get(args.per_class_weight, args.per_class_weight)
+
+
+def writes_card(folder: Path) -> str:
+    """The command that writes the card of a folder anew; a classifier that was not trained here has no results."""
+    return "`avgk card`" if (folder / "results.json").is_file() else "`avgk calibrate` with --out another folder"
 
 
 def say_written(path: object, what: str, args: argparse.Namespace) -> None:

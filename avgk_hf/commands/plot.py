@@ -77,7 +77,7 @@ def plot_runs(runs: Sequence[str | Path], out: str | Path, allow_outside: bool =
     files += in_both_formats(accuracy_curve, out / "accuracy_against_k", lines, title=title)
     tradeoffs = {name: curve for name, curve in tradeoffs.items() if curve}
     if tradeoffs:  # earlier versions did not record it
-        title = f"{about}What larger sets buy, validation"
+        title = f"{name}: what larger sets buy, validation" if len(runs) == 1 else "What larger sets buy, validation"
         files += in_both_formats(tradeoff_curve, out / "tradeoff", tradeoffs, title=title)
     files.append(out / "accuracy_against_k.json")
     write_text(files[-1], json.dumps(curves, indent=2) + "\n")
@@ -105,8 +105,8 @@ def _splits(data: Any, allow_outside: bool) -> tuple[Any, Any]:
     for name in names:
         if name not in splits:
             raise ValueError(
-                f"the dataset {data.dataset!r} has no split {name!r}, only {list(splits)}, and a run from Python does"
-                " not record how it was made: name a folder that has it as `dataset_name`, e.g. one of `save_to_disk`."
+                f"the dataset {data.dataset!r} has no split {name!r}, only {list(splits)}. A run from Python records"
+                " how it was made where it is told: `AvgKTrainer(..., dataset_name=..., validation_per_class=...)`."
             )
     if data.on_bad_image != "skip":
         return splits[names[0]], splits[names[1]]

@@ -102,6 +102,8 @@ def run(args: argparse.Namespace) -> int:
     device = "cpu" if args.engine == "ray" else best_device(join=False)  # of the actors each has its own
     how = {"batch_size": args.batch_size, "workers": workers, "bf16": args.bf16, "on_bad_image": args.on_bad_image}
     predictor = Predictor(load_classifier(args.model).to(device), questions, **how)
+    if rank == 0 and len({answer.head for _, answer in predictor.answers}) > 1:
+        print("different heads answer for these K, so a smaller set may hold what a larger does not.", file=sys.stderr)
     if args.coverage is not None and (approximate := promise(predictor.calibration)) is not None:
         print(f"{approximate.partition(', so that')[0]} (`avgk info` says more).", file=sys.stderr)
     if to_folder:
@@ -177,6 +179,9 @@ def _say(args: argparse.Namespace, column: str, tally: Any, new: str) -> None:
         images = f"{number} image{'s' * (number != 1)}"
         text = f"{args.model}, {_words(column, value)}: {total / number:.2f} classes on average over {images}{new}"
         print(printable(text), file=sys.stderr)
+        if below := tally.below[value]:
+            text = f"of these, {below:,} show no class that reaches the threshold: the best is listed all the same"
+            print(f"{text} (--min-size 0 leaves them empty)", file=sys.stderr)
         if column == "k" and number >= ENOUGH and total / number > LONGER * float(value):
             print(UNKNOWN, file=sys.stderr)
     if args.out and number:

@@ -282,6 +282,17 @@ def collate(examples: list[dict[str, Any]] | dict[str, Any]) -> dict[str, Any]:
     return batch
 
 
+def check_prepared(name: str, dataset: Any) -> None:
+    """Refuse all splits at once, and images as they are stored."""
+    if isinstance(dataset, dict):
+        raise ValueError(
+            f"{name} are the splits {list(dataset)}: pass one of them, `prepare({name}['train'], model)`."
+        )
+    stored = isinstance(dataset, Dataset) and dataset.format["type"] != "custom"
+    if stored and "image" in dataset.column_names and "pixel_values" not in dataset.column_names:
+        raise ValueError(f"{name} holds images as they are stored, not as the model takes them: `prepare(it, model)`.")
+
+
 def check_length(name: str, dataset: Any) -> None:
     """Refuse a stream where the number of images has to be known before the first."""
     if not has_length(dataset):

@@ -152,11 +152,16 @@ def prepare(
 
     Args:
         dataset: One split of `load_splits`.
-        config: The model's config, or an `ImageTransform`.
+        config: The model or its config, or an `ImageTransform`.
         augmentation: For training, as in `ImageTransform`.
         keep: As in `ImageTransform`.
         labelled: Whether there have to be labels.
     """
+    if isinstance(dataset, dict):
+        raise ValueError(
+            f"prepare takes one split, not all of {list(dataset)}: e.g. `prepare(splits['train'], model)`."
+        )
+    config = getattr(config, "config", config)
     for column in ("image", "label") if labelled else ("image",):
         if column not in dataset.column_names:
             raise ValueError(f"the dataset has no column {column!r}, only {dataset.column_names}: use `load_splits`.")

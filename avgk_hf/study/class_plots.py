@@ -37,7 +37,7 @@ def confusion_groups(
     text = (
         "How to read it: a row are the photographs of one class, as many as stand behind its name; a number is the"
         " percentage of them whose set lists the class of the column; on the diagonal that is the class itself. A box"
-        " holds classes that are often listed together, those without one seldom are."
+        " holds classes that are often listed together, on average over its pairs; others may be close to one of them."
     )
     if left > 0:
         reason = "of the images of any pair with them, fewer than a tenth list both"

@@ -145,8 +145,8 @@ def set_size_histogram(counts: dict[str, Sequence[int]], path: str | Path, title
     with drawn_axis(path, "classes in the set", "% of images", title, height=3.6, names=counts) as axis:
         for i, (name, series) in enumerate(counts.items()):
             sizes, shares = np.arange(len(series)), np.asarray(series) / max(sum(series), 1)
-            mean = f"mean {np.dot(sizes, shares):.2f}"
-            label = f"{whole(name)} ({mean})" if name else f"{mean} classes"
+            mean, number = f"mean {np.dot(sizes, shares):.2f}", f"{sum(series):,} images"
+            label = f"{whole(name)} ({mean}, {number})" if name else f"{mean} classes, {number}"
             largest, shares = max(largest, *np.flatnonzero(shares >= LEAST_DRAWN), 1), 100 * shares
             if max(map(len, counts.values())) > MOST_BARS:
                 axis.plot(sizes, shares, label=label, **look(i))
@@ -230,7 +230,7 @@ def balance_curves(rows: Sequence[Sequence[float | None]], path: str | Path, tit
     """
     ks = sorted({row[0] for row in rows})
     ks = [ks[i] for i in np.linspace(0, len(ks) - 1, min(6, len(ks))).round().astype(int)]
-    size = {"figsize": (2.6 * len(ks) + 0.6, 3.4), "squeeze": False, "layout": "constrained"}
+    size = {"figsize": (2.6 * len(ks) + 0.6, 3.4), "squeeze": False, "sharey": True, "layout": "constrained"}
     with readable([title]) as plt:
         figure, axes = plt.subplots(1, len(ks), **size)
         for axis, k in zip(axes[0], ks, strict=True):
@@ -239,8 +239,9 @@ def balance_curves(rows: Sequence[Sequence[float | None]], path: str | Path, tit
                 points = [(row[1], 100 * row[2 + i]) for row in own if row[2 + i] is not None]
                 if points:
                     axis.plot(*zip(*points, strict=True), label=name, **look(i))
-            axis.set(title=f"K = {k:g}", xlabel="balance", ylim=(None, min(axis.get_ylim()[1], 100.5)))
+            axis.set(title=f"K = {k:g}", xlabel="balance")
             axis.grid(alpha=0.3)
+        axes[0, 0].set_ylim(None, min(axes[0, 0].get_ylim()[1], 100.5))
         axes[0, 0].set_ylabel("true class in the set (%)")
         figure.legend(*axes[0, 0].get_legend_handles_labels(), loc="outside lower center", ncols=3, frameon=False)
         figure.suptitle(whole(title, 110), fontsize=10)
