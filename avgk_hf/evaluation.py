@@ -135,17 +135,16 @@ def evaluate(
         The metrics, as `AvgKTrainer.evaluate` names them, without prefix; with `"skip"` also how many are `skipped`.
     """
     run, labelled = {"batch_size": batch_size, "num_workers": num_workers}, "label" in (dataset.column_names or ())
-    ks = list(k) if isinstance(k, Iterable) else [k]
-    special = per_class or check_choice("method", method, METHODS) != "lac"
+    special, ks = per_class or check_choice("method", method, METHODS) != "lac", k if isinstance(k, Iterable) else [k]
     check_asked(labelled, calibrate, monitor is not None, coverage is not None or special, balancing)
     dataset, skipped = _readable(dataset, dataset_name, on_bad_image, **run)
     dataset, classes = align_classes(dataset, model.config, labels, calibrate, classes_from_dataset)
     if not labelled and monitor is None:
-        monitor = SetSizeMonitor.from_config(model.config, *ks[:1], balance=balance)
+        monitor = SetSizeMonitor.from_config(model.config, *list(ks)[:1], balance=balance)
     how = {"method": method, "per_class": per_class, "classes": classes, "keep_heads": keep_heads}
     if calibrate:
         how["balancing"] = calibrated_balances(model, dataset, classes, balance, run=run, **balancing)
-    evaluation = _plan(model.config, dataset, ks, calibrate, coverage, monitor, balance, how)
+    evaluation = _plan(model.config, dataset, list(ks), calibrate, coverage, monitor, balance, how)
     run_model(model, dataset, [evaluation, *listed], **run, description="calibrate" if calibrate else "evaluate")
     if calibrate:
         evaluation.store(dataset=dataset_name, split=str(dataset.split or "validation"))
