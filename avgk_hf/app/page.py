@@ -199,12 +199,8 @@ def _balance(answers: Answers) -> gr.Slider | gr.State:
 def _show_examples(examples: Sequence[tuple[Path, int]], answers: Answers, image: gr.Image) -> None:
     """The examples with the sizes of their sets and true names, or files; the one that is chosen becomes the image."""
     gr.HTML(render("examples.html", title=EXAMPLES, k=k_key(answers.k)))
-    captions = [
-        f"{answers.count(size)} listed, true: {name}"
-        if (name := answers.true_name(path))
-        else f"{answers.count(size)} listed: {shortened(path.name, 40)}"
-        for path, size in examples
-    ]
+    names = [answers.true_name(path) or shortened(path.name, 40) for path, _ in examples]
+    captions = [f"{answers.count(size)}: {name}" for (_, size), name in zip(examples, names, strict=True)]
     gallery = gr.Gallery(
         [(str(path), caption) for (path, _), caption in zip(examples, captions, strict=True)],
         label=EXAMPLES,
