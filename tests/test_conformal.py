@@ -1187,7 +1187,7 @@ def test_a_calibration_says_what_it_replaces(folder, image_folder, tmp_path, cap
     printed = capsys.readouterr().out
     assert "\nK = 4 of an earlier calibration: not recorded any more\n" in printed
     assert "\ncoverage = 0.9 of an earlier calibration: not recorded any more\n" in printed
-    assert "older than these thresholds: README.md (`avgk card`" in printed
+    assert "older than these thresholds: README.md (`avgk calibrate` with --out another folder" in printed
 
 
 def test_a_card_has_no_results_for_a_k_that_was_not_evaluated(make_model):

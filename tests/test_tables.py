@@ -463,9 +463,9 @@ def test_axes_have_whole_numbers_and_percent(tmp_path):
     drawn = texts(tmp_path / "curve.svg")
     assert {"2", "4", "6", "8", "10"} <= set(drawn) and not {"2.5", "7.5", "5.0"} & set(drawn)
     plots.set_size_histogram({"": [0, 50, 50]}, tmp_path / "sizes.svg")
-    assert {"mean 1.50 classes", "% of images", "50"} <= set(texts(tmp_path / "sizes.svg"))
+    assert {"mean 1.50 classes, 100 images", "% of images", "50"} <= set(texts(tmp_path / "sizes.svg"))
     plots.set_size_histogram({"ce": [0, 50, 50], "avgk": [0, 100]}, tmp_path / "both.svg")
-    assert {"ce (mean 1.50)", "avgk (mean 1.00)", "100"} <= set(texts(tmp_path / "both.svg"))
+    assert {"ce (mean 1.50, 100 images)", "avgk (mean 1.00, 100 images)", "100"} <= set(texts(tmp_path / "both.svg"))
 
 
 def test_contact_sheet_wastes_no_third(tmp_path):
