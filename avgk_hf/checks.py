@@ -225,7 +225,7 @@ def near_folder(name: str, file: bool = False) -> str | None:
     if path.exists() or not path.parent.is_dir():
         return None
     try:
-        names = [each.name for each in path.parent.iterdir() if each.is_file() == file]
+        names = [each.name for each in path.parent.iterdir() if (each.is_file() if file else each.is_dir())]
     except OSError:  # may not be read
         return None
     return next((str(path.parent / near) for near in get_close_matches(path.name, names, 1, LIKE)), None)

@@ -92,6 +92,10 @@ class AvgKTrainer(ObjectiveTrainer):
         # a local folder goes into config and card by its name only: they are made to be shared
         local = dataset_name is not None and Path(dataset_name).exists()
         self.dataset_name = Path(dataset_name).name if local else dataset_name
+        if validation_per_class is not None and dataset_name is None:
+            raise ValueError(
+                f"{TAKE}={validation_per_class} is recorded with what it was taken from: `dataset_name=`."
+            )
         data = {"dataset": dataset_name, TAKE: validation_per_class, "split_seed": split_seed}
         self.record: dict[str, Any] = {"data": data if dataset_name else {}}  # for results.json
         self._fit = partial(self._fit_to_data, args, train_dataset, eval_dataset)

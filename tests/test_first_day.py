@@ -573,6 +573,8 @@ def test_calls_from_python_that_newcomers_made(make_model, make_trainer, splits,
         AvgKTrainer(model, args, splits["train"])
     with pytest.raises(ValueError, match="train_dataset are the splits"):
         AvgKTrainer(model, args, splits)
+    with pytest.raises(ValueError, match="validation_per_class=2 is recorded with what it was taken from"):
+        AvgKTrainer(model, args, prepare(splits["train"], model), validation_per_class=2)
     trainer = AvgKTrainer(model, args, None, prepare(splits["validation"], model))
     trainer.evaluate()
     with pytest.raises(ValueError, match="the dataset to evaluate holds images"):

@@ -81,11 +81,12 @@ def run(args: argparse.Namespace) -> None:
     if args.checkpoint and not (args.model and os.path.isfile(args.checkpoint)):
         reason = "say with --model which timm model they are of" if not args.model else "there is no such file"
         raise ValueError(f"--checkpoint {args.checkpoint}: {reason}.")
+    splits = read_splits(args)  # before torch is imported: the folder may not be there
     if args.model and not args.model.startswith("hf_hub:"):
         from ..weights import load_backbone
 
         load_backbone(args.model, None, args.checkpoint, None, None)  # refused now, and not when it is trained
-    text = recipe_for(read_splits(args), args)
+    text = recipe_for(splits, args)
     write_text(args.out, text)
     print(f"{text.partition(chr(10))[0][2:]}\nwritten to {args.out}; train with `avgk train {shlex.quote(args.out)}`")
 
