@@ -5,8 +5,9 @@ import importlib
 import sys
 from collections.abc import Iterable
 from difflib import get_close_matches
+from functools import partial
 from types import ModuleType
-from typing import NoReturn
+from typing import Any, NoReturn
 
 from . import __version__
 from .files import open_log
@@ -18,7 +19,19 @@ COMMANDS = (
 )  # fmt: skip
 
 
+def _number(text: str, kind: type = float, word: str = "number, e.g. 2") -> float:
+    try:
+        return kind(text)
+    except ValueError:
+        raise argparse.ArgumentTypeError(f"{text!r} is no {word}") from None
+
+
 class _Parser(argparse.ArgumentParser):
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self.register("type", float, _number)
+        self.register("type", int, partial(_number, kind=int, word="whole number"))
+
     def error(self, message: str, word: str = "", known: Iterable[str] = ()) -> NoReturn:
         """End with one line, and what may be meant by a word that is not known."""
         near = get_close_matches(word.partition("=")[0].lower(), known, 1)

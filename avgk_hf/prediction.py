@@ -11,7 +11,7 @@ import sys
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
-from itertools import cycle, groupby
+from itertools import groupby
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -21,7 +21,7 @@ from huggingface_hub.utils import tqdm
 from torch.utils.data import DataLoader
 from transformers import PreTrainedModel
 
-from .calibration import FIELDS, Answer, Calibration
+from .calibration import FIELDS, Calibration
 from .checks import read_json, reason_of
 from .classifiers import forward, transform_for
 from .data.containers import MOST_BYTES, OutOfReach
@@ -90,6 +90,7 @@ class Tally:
         faults: Why, of the first of these.
         sizes: By what was asked, as text, the sum of the set sizes.
         below: By the same, how many sets hold only what `min_size` put there: no class reached the threshold.
+        first: How many sets of the first question begin with each class.
     """
 
     images: int = 0
@@ -97,16 +98,17 @@ class Tally:
     faults: list[str] = field(default_factory=list)
     sizes: Counter[str] = field(default_factory=Counter)
     below: Counter[str] = field(default_factory=Counter)
+    first: Counter[str] = field(default_factory=Counter)
 
-    def add(self, batch: Batch, rows: Iterable[Row], answers: Sequence[tuple[tuple[str, float], Answer]]) -> None:
+    def add(self, batch: Batch, rows: Sequence[Row], column: str, questions: int) -> None:
         """Count a batch and its rows."""
         faults = [error for error in batch.errors if error is not None]
         self.merge(Tally(len(batch.names), len(faults), faults))
-        for found, ((column, _), answer) in zip(rows, cycle(answers), strict=False):
+        for found in rows:
             asked = f"{found[column]:g}"
             self.sizes[asked] += found["size"]
-            if answer.lambda_val is not None and found["set"] and found["set"][0]["score"] < answer.lambda_val:
-                self.below[asked] += 1
+            self.below[asked] += found["below_threshold"]
+        self.first.update(found["set"][0]["label"] for found in rows[::questions] if found["set"])
 
     def merge(self, other: "Tally") -> None:
         """Add what another one counted."""
@@ -115,6 +117,7 @@ class Tally:
         self.faults += other.faults[: MOST_FAULTS - len(self.faults)]
         self.sizes.update(other.sizes)
         self.below.update(other.below)
+        self.first.update(other.first)
 
 
 class Predictor:
@@ -179,7 +182,7 @@ class Predictor:
                 if fault is not None and self.on_bad_image == "error":
                     raise ValueError(fault)
                 rows = self._rows(batch)
-                self.tally.add(batch, rows, self.answers)
+                self.tally.add(batch, rows, self.column, len(self.answers))
                 yield batch.shard, rows
                 bar.update(len(batch.names))
 
@@ -189,7 +192,8 @@ class Predictor:
         rows = []
         for name, error in zip(batch.names, batch.errors, strict=True):
             found = next(sets) if error is None else [[]] * len(self.answers)
-            rows += [row(name, asked, own, error) for (asked, _), own in zip(self.answers, found, strict=True)]
+            for (asked, answer), own in zip(self.answers, found, strict=True):
+                rows.append(row(name, asked, own, error, answer.lambda_val))
         return rows
 
     def _sets(self, images: torch.Tensor, name: str) -> list[tuple[list[dict[str, Any]], ...]]:

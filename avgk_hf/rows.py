@@ -1,7 +1,8 @@
 """Predicted sets as rows of a table: one for each image and question, as CSV, JSON lines or Parquet.
 
-A row is a mapping: `image`, what was asked for under its own name (`k`, `coverage`, ...), `size`, `set`, a list of
-`{"label", "score"}`, best first, and `error`, why there is none. In CSV, which people open in a spreadsheet, a set is
+A row is a mapping: `image`, what was asked for under its own name (`k`, `coverage`, ...), `size`, `below_threshold`,
+whether no class reached the threshold and the best is listed all the same, `set`, a list of `{"label", "score"}`, best
+first, and `error`, why there is none. In CSV, which people open in a spreadsheet, a set is
 the cells `best` and `best_score`, and of all its classes `classes` and `scores`, joined by ` | `. No cell begins like
 a formula there: one that would has an apostrophe before it. A CSV file begins with a byte order mark, without which
 Excel garbles names in other scripts.
@@ -25,12 +26,20 @@ NAMES = "avgk_images"  # in a Parquet file of rows: `Digest` of the names of its
 Row = Mapping[str, Any]
 
 
-def row(image: str, asked: tuple[str, float], found: list[dict[str, Any]], error: str | None = None) -> Row:
-    """One row: the set of an image, or the reason why it has none."""
+def row(
+    image: str,
+    asked: tuple[str, float],
+    found: list[dict[str, Any]],
+    error: str | None = None,
+    lambda_val: float | None = None,
+) -> Row:
+    """One row: the set of an image, and whether its best class is below the threshold, or why there is no set."""
     name, value = asked
     found = [{**each, "label": plain_text(each["label"])} for each in found]
+    below = bool(found) and lambda_val is not None and found[0]["score"] < lambda_val
+    sizes = {"size": len(found), "below_threshold": below}
     error = None if error is None else plain_text(error)
-    return {"image": plain_text(image), name: plain_number(value), "size": len(found), "set": found, "error": error}
+    return {"image": plain_text(image), name: plain_number(value), **sizes, "set": found, "error": error}
 
 
 def plain_number(value: float) -> float:
@@ -73,10 +82,10 @@ class Digest:
 def cell(value: Any) -> str:
     r"""A value as a spreadsheet shows it and does not compute it.
 
-    >>> cell("oak"), cell("=1+1"), cell("-2.5"), cell("@a\tb"), cell(None)
-    ('oak', "'=1+1", '-2.5', "'@a\\tb", '')
+    >>> cell("oak"), cell("=1+1"), cell("-2.5"), cell("@a\tb"), cell(None), cell(True)
+    ('oak', "'=1+1", '-2.5', "'@a\\tb", '', 'yes')
     """
-    text = "" if value is None else printable(value)
+    text = "yes" if value is True else "" if value is None or value is False else printable(value)
     if not text.startswith(FORMULA):
         return text
     try:
@@ -91,8 +100,8 @@ def cells(found: Row) -> dict[str, str]:
 
     >>> found = cells(row("a.png", ("k", 2), [{"label": "=oak", "score": 0.75}, {"label": "elm", "score": 0.25}]))
     >>> list(found), list(found.values())[2:]  # doctest: +NORMALIZE_WHITESPACE
-    (['image', 'k', 'size', 'best', 'best_score', 'classes', 'scores', 'error'],
-     ['2', "'=oak", '0.7500', "'=oak | elm", '0.7500 | 0.2500', ''])
+    (['image', 'k', 'size', 'below_threshold', 'best', 'best_score', 'classes', 'scores', 'error'],
+     ['2', '', "'=oak", '0.7500', "'=oak | elm", '0.7500 | 0.2500', ''])
     """
     plain = {}
     for name, value in found.items():
@@ -125,7 +134,7 @@ def _parquet_file(path: Path) -> Iterator[Callable[[Iterable[Row]], None]]:
     import pyarrow as pa
     import pyarrow.parquet as pq
 
-    types = {"image": pa.string(), "size": pa.int32(), "error": pa.string()}
+    types = {"image": pa.string(), "size": pa.int32(), "below_threshold": pa.bool_(), "error": pa.string()}
     types["set"] = pa.list_(pa.struct({"label": pa.string(), "score": pa.float32()}))
 
     held: list[Row] = []

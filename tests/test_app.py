@@ -153,12 +153,12 @@ def test_examples_go_from_clear_to_hopeless(page):
     captions = [element.text for element in page.all("#avgk-examples .caption-label")]
     sizes = [int(caption.split()[0]) for caption in captions]
     assert len(sizes) == 8 and sizes == sorted(sizes) and sizes[0] < sizes[-1]
-    names = {caption.partition(": ")[2] for caption in captions}
+    names = {caption.partition("; ")[2].removeprefix("true: ") for caption in captions}
     files = {name for name in names if name.endswith(".png")}  # in folders that are no class
     assert names <= {*CLASSES, *files} and len(names - files) > 1
     for number in (7, 0):
         page.all("#avgk-examples button")[number].send_keys(Keys.ENTER)
-        page.wait.until(lambda _, number=number: page.status.startswith(captions[number].partition(":")[0]))
+        page.wait.until(lambda _, number=number: page.status.startswith(captions[number].partition(";")[0]))
         assert len(shown(page)) == sizes[number]
 
 
@@ -193,7 +193,9 @@ def test_desktop_and_phone_in_light_and_dark(page, image_folder, tmp_path):
         browser.look_at(page, name, image_folder / "test" / "fir" / "1.png", tmp_path / f"{name}.png")
         assert (tmp_path / f"{name}.png").stat().st_size > 10_000
         tops = [page.until(part).rect["y"] for part in ("#avgk-image", "#avgk-set", "#avgk-examples", "#avgk-files")]
-        assert tops[1] < tops[2] < tops[3] and (tops[0] < tops[1] or "phone" not in name)
+        assert tops[1] < tops[2] < tops[3] and (
+            tops[0] < tops[1] < page.until("#avgk-k").rect["y"] or "phone" not in name
+        )
         widths = "return [document.documentElement.scrollWidth, window.innerWidth]"
         scroll, inner = page.driver.execute_script(widths)
         assert scroll <= inner
@@ -454,7 +456,7 @@ def test_examples_are_images_that_can_be_read(model_folder, image_folder, tmp_pa
     (gallery,) = components(build_page(answers, "trees", found), "gallery")
     number = answers.count(found[0][1])
     captions = {each["caption"] for each in gallery["value"]}  # the file's name, or the class that its folder names
-    assert captions == {f"{number}: {name}" for name in ("a.png", "B.PNG", "oak")}
+    assert captions == {f"{number}; {name}" for name in ("a.png", "B.PNG", "true: oak")}
     for number in range(100):  # more than are looked at
         (tmp_path / f"b{number}.png").write_bytes(good[:60])
     assert {path.name for path, _ in example_images(answers, tmp_path)} == {"a.png", "B.PNG"}

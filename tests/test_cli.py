@@ -60,7 +60,7 @@ def test_unknown_arguments_are_refused(capsys):
         "plots": "avgk: there is no command or option 'plots'; did you mean plot?",
         "predikt a b": "avgk: there is no command or option 'predikt'; did you mean predict?",
         "report runs --outt x": "avgk report: unrecognized arguments: --outt x; did you mean --out?",
-        "predict a b --k two": "avgk predict: argument --k: invalid float value: 'two'",
+        "predict a b --k two": "avgk predict: argument --k: 'two' is no number, e.g. 2",
         "predict": "avgk predict: the following arguments are required: model, source",
         "--lo x report runs": "avgk: there is no command or option '--lo'; did you mean --log?",
         "--log": "avgk: argument --log: expected one argument",
@@ -184,7 +184,7 @@ def test_plot_draws_every_picture(model_folder, tmp_path, capsys):
     before = (model_folder / "config.json").read_bytes()
     assert main(["plot", str(model_folder), "--out", str(tmp_path / "plots")]) == 0
     printed = capsys.readouterr().out.split()
-    stems = ["contact_sheet_run", "set_sizes_by_shot_run", "set_sizes", "accuracy_against_k", "tradeoff"]
+    stems = ["contact_sheet_run", "set_sizes_by_shot_run", "set_sizes", "accuracy_against_k"]
     for stem in stems:
         png, svg = (tmp_path / "plots" / f"{stem}.{ending}" for ending in ("png", "svg"))
         assert png.read_bytes()[:8] == b"\x89PNG\r\n\x1a\n" and "<svg" in svg.read_text()
@@ -195,6 +195,8 @@ def test_plot_draws_every_picture(model_folder, tmp_path, capsys):
     assert (
         curve["2"] == results["test"]["average_k_accuracy"] and curve["3"] == results["test"]["average_k_accuracy@3"]
     )
+    drawn = (tmp_path / "plots" / "accuracy_against_k.svg").read_text()
+    assert "sets of K classes on average" in drawn and "top-K: K for every image" in drawn
     assert (model_folder / "config.json").read_bytes() == before
     assert main(["plot", str(tmp_path), "--out", str(tmp_path / "none")]) == 2
     assert "holds no results.json" in capsys.readouterr().err

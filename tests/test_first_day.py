@@ -597,7 +597,7 @@ def test_pictures_of_a_run_from_python_whose_validation_was_taken(image_folder, 
     trainer.evaluate(test, metric_key_prefix="test")
     trainer.save_model()
     assert main(["plot", str(tmp_path / "run"), "--out", str(tmp_path / "pictures")]) == 0
-    assert (tmp_path / "pictures" / "tradeoff.png").is_file()
+    assert (tmp_path / "pictures" / "accuracy_against_k.png").is_file()
     taken = AvgKConfig.from_pretrained(tmp_path / "run").calibration["taken"]
     assert taken == {"dataset": "plants", "per_class": 2, "seed": 1}
 

@@ -51,7 +51,9 @@ def test_predict_writes_a_row_for_each_image_and_k(ending, model_folder, image_f
     assert printed.out == "" and said in printed.err and f"written to {out}" in printed.err
     assert "left out 1 of 3 images" in printed.err and "broken.png cannot be read" in printed.err
     if ending == "csv":
-        assert out.read_bytes().startswith(b"\xef\xbb\xbfimage,k,size,best,best_score,classes,scores,error\n")
+        assert out.read_bytes().startswith(
+            b"\xef\xbb\xbfimage,k,size,below_threshold,best,best_score,classes,scores,error\n"
+        )
         found = list(csv.DictReader(io.StringIO(out.read_text("utf-8-sig"))))
         sets = [each["classes"].split(" | ") if each["classes"] else [] for each in found]
     else:
@@ -389,13 +391,25 @@ def test_names_are_whole_and_other_scripts_are_looked_for(tmp_path, caplog):
 
     own = drawing._drawn(font_manager.findfont("DejaVu Sans"))
     other = drawing._drawn(font_manager.findfont("STIXGeneral")) - own
-    families = drawing._families(frozenset(sorted(other)[:3]))
-    assert families[0] == "DejaVu Sans" and len(families) > 1
+    families, missing = drawing._fonts(frozenset(sorted(other)[:3]))
+    assert families[0] == "DejaVu Sans" and len(families) > 1 and not missing
     assert not caplog.records
-    nowhere = "\U0010fffd"  # of private use: no font has it
-    assert drawing._families(frozenset(nowhere)) == ["DejaVu Sans"]
-    (record,) = caplog.records
-    assert "no font here draws" in record.getMessage() and "U+10FFFD" in record.getMessage()
+
+
+def test_names_that_no_font_draws_are_spelt(tmp_path, monkeypatch, caplog):
+    """Two of them stay two, and a name that is partly drawn keeps that part; it is said once for all pictures."""
+    monkeypatch.setattr(drawing, "_fonts", drawing._fonts.__wrapped__)
+    monkeypatch.setattr(drawing, "_said", set())
+    own = drawing._drawn
+    monkeypatch.setattr(drawing, "_drawn", lambda path: own(path) - set("红嘴巨鸥普通燕"))
+    names, picture = ["红嘴巨鸥", "普通燕鸥 (Sterna)"], Image.new("RGB", (40, 30))
+    plots.contact_sheet([picture], [[0, 1]], None, names, tmp_path / "sheet.svg")
+    drawn = texts(tmp_path / "sheet.svg")
+    assert {"Hong Zui Ju Ou", "Pu Tong Yan Ou (Sterna)"} <= set(drawn)
+    class_plots.confusion_groups([names], np.eye(2), [1, 2], tmp_path / "species.svg")
+    assert "Hong Zui Ju Ou (1)" in texts(tmp_path / "species.svg")
+    (said,) = [record.getMessage() for record in caplog.records if "no font here draws" in record.getMessage()]
+    assert "U+7EA2" in said and "Latin letters" in said and "fonts-noto-cjk" in said
 
 
 def texts(path):

@@ -23,6 +23,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from ..calibration import Calibration
+from ..checks import near_folder
 from ..classifiers import forward, transform_for
 from ..data import image_files
 from ..data.classes import model_names
@@ -95,9 +96,9 @@ class Answers:
             return [row(name, ("k", k), [], scores) for k in self.ks]
         found = []
         for k in self.ks:
-            classes, own, _ = self.image_set(scores, k=k)
+            classes, own, lambda_val = self.image_set(scores, k=k)
             labels = [{"label": self.config.id2label[j], "score": own[j].item()} for j in classes]
-            found.append(row(name, ("k", k), labels))
+            found.append(row(name, ("k", k), labels, None, lambda_val))
         return found
 
     def table_html(self, rows: list[Row], k: float, left: int = 0) -> str:
@@ -210,8 +211,10 @@ def example_images(answers: Answers, folder: str | Path | None) -> list[tuple[Pa
         return []
     found = image_files(folder)
     if not found:
+        near = near_folder(str(folder))
+        remedy = f"did you mean {near!r}?" if near else "give a folder with PNG or JPEG files."
         reason = "holds no images" if Path(folder).is_dir() else "is no folder"
-        raise ValueError(f"--examples {folder} {reason}; give a folder with PNG or JPEG files.")
+        raise ValueError(f"--examples {folder} {reason}; {remedy}")
     sized, faults = [], []
     for path in dict.fromkeys([*_evenly(found, LOOKED_AT), *found]):  # the others where some cannot be read
         try:

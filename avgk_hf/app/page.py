@@ -147,7 +147,7 @@ def _several(events: _Events) -> gr.File:
     files = gr.File(
         file_count="multiple",
         label=f"Several images at once, {MOST_AT_ONCE} at most",
-        height=120,
+        height=140,
         buttons=[],
         elem_id="avgk-files",
     )
@@ -199,13 +199,15 @@ def _balance(answers: Answers) -> gr.Slider | gr.State:
 def _show_examples(examples: Sequence[tuple[Path, int]], answers: Answers, image: gr.Image) -> None:
     """The examples with the sizes of their sets and true names, or files; the one that is chosen becomes the image."""
     gr.HTML(render("examples.html", title=EXAMPLES, k=k_key(answers.k)))
-    names = [answers.true_name(path) or shortened(path.name, 40) for path, _ in examples]
-    captions = [f"{answers.count(size)}: {name}" for (_, size), name in zip(examples, names, strict=True)]
+    shown = []
+    for path, size in examples:
+        name = answers.true_name(path)
+        shown.append((str(path), f"{answers.count(size)}; {f'true: {name}' if name else shortened(path.name, 40)}"))
     gallery = gr.Gallery(
-        [(str(path), caption) for (path, _), caption in zip(examples, captions, strict=True)],
+        shown,
         label=EXAMPLES,
         show_label=False,
-        columns=8,
+        columns=4,
         height="auto",
         allow_preview=False,
         interactive=False,
@@ -250,8 +252,8 @@ def build_page(answers: Answers, name: str, examples: Sequence[tuple[Path, int]]
             with gr.Column(scale=6, min_width=360):
                 predicted = gr.HTML(message(HINT, "status"), elem_id="avgk-set", container=True, padding=True)
                 growth = gr.HTML("", elem_id="avgk-growth", container=True, padding=True)
-        if examples:  # below the answer, on a phone too
-            _show_examples(examples, answers, image)
+                if examples:  # below the answer, on a phone too
+                    _show_examples(examples, answers, image)
         files, table = _several(events), gr.HTML("", elem_id="avgk-several", container=True, padding=True)
         found = gr.State(None)
         asked = [found, ask, size, coverage, balance]

@@ -88,7 +88,8 @@ def run(args: argparse.Namespace) -> None:
         load_backbone(args.model, None, args.checkpoint, None, None)  # refused now, and not when it is trained
     text = recipe_for(splits, args)
     write_text(args.out, text)
-    print(f"{text.partition(chr(10))[0][2:]}\nwritten to {args.out}; train with `avgk train {shlex.quote(args.out)}`")
+    print(text.partition("# written by")[0].replace("# ", ""), end="")
+    print(f"written to {args.out}; train with `avgk train {shlex.quote(args.out)}`")
 
 
 def recipe_for(splits: Any, args: argparse.Namespace) -> str:
@@ -98,10 +99,12 @@ def recipe_for(splits: Any, args: argparse.Namespace) -> str:
     if "train" not in splits:
         raise ValueError(f"the dataset has no split 'train', only {list(splits)}: images belong in train/<class>/.")
     near = [name for name in splits if name.lower() in ("val", "valid", "dev")]
-    counts, taken = count_images(splits), None
+    counts, taken, note = count_images(splits), None, ""
     if "validation" not in splits and not near:
         taken, given = _taken(counts["train"])
         others = {name: each for name, each in counts.items() if name != "train"}
+        parts = f"{given.sum():,} of {counts['train'].sum():,} training images serve as one"
+        note = f"\n# no validation split, so {parts}: {taken} of each class, half of a class at most"
         counts = {"train": counts["train"] - given, "validation": given, **others}
     images, classes = int(counts["train"].sum()), len(counts["train"])
     sides, grey = sample_images(splits["train"])
@@ -115,7 +118,7 @@ def recipe_for(splits: Any, args: argparse.Namespace) -> str:
     seen = f"so that about {epochs * images:,} images are seen; more helps where there is time"
     k = min(next(k for most, k in SIZES if classes < most), max(classes - 1, 1) / 2 + 0.5)
     return RECIPE.format(
-        summary=short_form(counts),
+        summary=short_form(counts) + note,
         out=shlex.quote(args.out) if args.out.isprintable() else "RECIPE",
         model=f"{_quoted(args.model)}  # as asked for" if args.model else f"{model}  # for {images:,} {KNOWN}",
         weights=f"checkpoint: {_quoted(args.checkpoint)}  # its weights" if args.checkpoint else DOWNLOADED,

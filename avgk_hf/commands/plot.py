@@ -30,8 +30,8 @@ def run(args: argparse.Namespace) -> None:
 def plot_runs(runs: Sequence[str | Path], out: str | Path, allow_outside: bool = False) -> list[Path]:
     """All pictures of one or more runs of `avgk train`, from their models and their data.
 
-    The trade-off is drawn as the calibration recorded it. Thresholds for K = 1 to the largest calibrated one, 20 at
-    most, are computed in memory, without a change to the runs. The accuracy curve's numbers are written beside it.
+    Thresholds for K = 1 to the largest calibrated one, 20 at most, are computed in memory, without a change to the
+    runs. The accuracy curve's numbers are written beside it; that of a single run has top-K beside its sets.
 
     Args:
         runs: Folders of runs.
@@ -43,7 +43,7 @@ def plot_runs(runs: Sequence[str | Path], out: str | Path, allow_outside: bool =
     """
     from ..model_card import read_results
     from ..modeling import AvgKForImageClassification
-    from ..study.plots import accuracy_curve, by_shot, in_both_formats, set_size_histogram, tradeoff_curve
+    from ..study.plots import accuracy_curve, by_shot, in_both_formats, set_size_histogram
     from ..study.seeds import find_runs
 
     out, runs = make_folder(out), find_runs(runs)
@@ -51,7 +51,7 @@ def plot_runs(runs: Sequence[str | Path], out: str | Path, allow_outside: bool =
     if len(set(names)) < len(names):
         names = [str(run).strip("/").replace("/", "-") for run in runs]
     loaded: dict[str, Any] = {}
-    sizes, curves, tradeoffs, files = {}, {}, {}, []
+    sizes, curves, top, files = {}, {}, {}, []
     for name, run in zip(names, runs, strict=True):
         results = read_results(run, "data")
         if "set_sizes" not in results:
@@ -62,23 +62,21 @@ def plot_runs(runs: Sequence[str | Path], out: str | Path, allow_outside: bool =
             loaded[key] = _splits(data, allow_outside)
         validation, test = loaded[key]
         model = AvgKForImageClassification.from_pretrained(run)
-        tradeoffs[name] = (model.config.calibration or {}).get("curve")  # before the curve against K calibrates anew
         sizes[name] = results["set_sizes"]["all"]
         title = f"{name}, {accuracy_of(results)}"
         files += _sheets(model, test, out / f"contact_sheet_{name}", title)
         if shots := by_shot(results["set_sizes"]):
             files += in_both_formats(set_size_histogram, out / f"set_sizes_by_shot_{name}", shots, title=title)
-        curves[name] = _curve(model, validation, test)
+        curves[name], top = _curves(model, validation, test)
     about = f"{title}. " if len(runs) == 1 else ""
     sizes = sizes if len(runs) > 1 else {"": sizes[name]}  # the title names it
     files += in_both_formats(set_size_histogram, out / "set_sizes", sizes, title=f"{about}Set sizes on test")
     lines = {name: {k: {"mean": v, "half_width": None} for k, v in curve.items()} for name, curve in curves.items()}
-    title = f"{about}Accuracy on test by K"
-    files += in_both_formats(accuracy_curve, out / "accuracy_against_k", lines, title=title)
-    tradeoffs = {name: curve for name, curve in tradeoffs.items() if curve}
-    if tradeoffs:  # earlier versions did not record it
-        title = f"{name}: what larger sets buy, validation" if len(runs) == 1 else "What larger sets buy, validation"
-        files += in_both_formats(tradeoff_curve, out / "tradeoff", tradeoffs, title=title)
+    how = {"title": "Accuracy on test by K"}
+    if len(runs) == 1:
+        how["title"] = f"{title}. What larger sets reach"
+        lines, how["limits"] = {"sets of K classes on average": lines[name]}, {"top-K: K for every image": top}
+    files += in_both_formats(accuracy_curve, out / "accuracy_against_k", lines, **how)
     files.append(out / "accuracy_against_k.json")
     write_text(files[-1], json.dumps(curves, indent=2) + "\n")
     return files
@@ -154,8 +152,8 @@ def sheet_of(model: Any, dataset: Any) -> tuple[Any, list[list[int]], list[int],
     return images, sets, list(sample["label"]), sample.features["label"].names, scores
 
 
-def _curve(model: Any, validation: Any, test: Any) -> dict[float, float]:
-    """{K: average-K accuracy on test}."""
+def _curves(model: Any, validation: Any, test: Any) -> tuple[dict[float, float], dict[float, float]]:
+    """{K: average-K accuracy on test}, and {K: top-K accuracy on test}."""
     from ..calibration import Calibration
     from ..evaluation import evaluate
     from ..sets import k_key
@@ -164,4 +162,6 @@ def _curve(model: Any, validation: Any, test: Any) -> dict[float, float]:
     ks = [k for k in CURVE_KS if k <= last and k < model.config.num_labels]
     evaluate(model, validation, ks, calibrate=True)  # its own balance stays what it is
     metrics = evaluate(model, test, ks)
-    return {k: metrics["average_k_accuracy" + ("" if k == model.config.k else f"@{k_key(k)}")] for k in ks}
+    names = {k: "" if k == model.config.k else f"@{k_key(k)}" for k in ks}
+    sets, top = ({k: metrics[f"{kind}_accuracy{names[k]}"] for k in ks} for kind in ("average_k", "topk"))
+    return sets, top

@@ -28,6 +28,7 @@ HELP = "the predicted set of each image, printed or written: as many classes as 
 EXAMPLE = "avgk predict runs/plants photos --k 1 2 5 --out sets.csv"
 SHARD = 8192
 LONGER, ENOUGH = 1.25, 10  # times the K that was asked for, of so many images: worth a word
+MOST_NAMES = 5  # classes that are counted on the screen
 UNKNOWN = (
     "longer sets than asked for: these images may differ from those of the calibration, or show classes that the model"
     " does not know. Such a class is never listed, and a wrong one may score high."
@@ -184,6 +185,11 @@ def _say(args: argparse.Namespace, column: str, tally: Any, new: str) -> None:
             print(f"{text} (--min-size 0 leaves them empty)", file=sys.stderr)
         if column == "k" and number >= ENOUGH and total / number > LONGER * float(value):
             print(UNKNOWN, file=sys.stderr)
+    if sum(tally.first.values()) >= ENOUGH:
+        common = [f"{name} {count:,}" for name, count in tally.first.most_common(MOST_NAMES)]
+        more = len(tally.first) - len(common)
+        others = f" and {more:,} other class{'es' * (more > 1)}" if more else ""
+        print(printable(f"named first: {', '.join(common)}{others}"), file=sys.stderr)
     if args.out and number:
         before = ", in place of the file that was there" * args.replaces
         print(printable(f"written to {args.out}{before}"), file=sys.stderr)

@@ -20,7 +20,7 @@ COLOURS = ["#0072B2", "#E69F00", "#000000", "#009E73", "#D55E00", "#56B4E9", "#C
 LINES = [("-", "o"), ("--", "s"), (":", "^"), ("-.", "D"), ((0, (1, 1)), "v"), ((0, (5, 1)), "x")]
 HATCHES = ["", "///", "...", "xx"]
 MOST_CHARACTERS = 120  # of a name
-_said: set[str] = set()  # characters that no font draws, and that were said to be so
+_said: set[str] = set()  # characters that no font draws; the first of them are said, once
 FONTS = ("CJK", "Noto Sans", "Source Han", "WenQuanYi", "Unicode", "YaHei", "PingFang", "Hiragino", "Gothic")
 NO_TEXT = ("Color", "Last Resort")  # emoji that matplotlib cannot draw, and boxes in place of every character
 
@@ -37,33 +37,35 @@ def pyplot() -> Any:
     return plt
 
 
-@lru_cache(maxsize=64)
-def _families(characters: frozenset[str]) -> list[str]:
-    """The fonts that draw all of these characters, after matplotlib's own, of those that are installed.
+@lru_cache(maxsize=1024)
+def _fonts(characters: frozenset[str]) -> tuple[list[str], set[str]]:
+    """The fonts that draw these characters, matplotlib's own first, of those that are installed, and what none draws.
 
-    What none of them can draw is said in one line.
+    The latter is said in one line, once.
     """
+    pyplot()
     from matplotlib import font_manager
 
     own = font_manager.fontManager
-    missing = characters - _drawn(own.findfont("DejaVu Sans"))
+    missing = {c for c in characters if c.isprintable() and not c.isspace()} - _drawn(own.findfont("DejaVu Sans"))
     families = ["DejaVu Sans"]
-    text = [font for font in own.ttflist if not any(part in font.name for part in NO_TEXT)]
+    text = [font for font in own.ttflist if not any(part in font.name for part in NO_TEXT)] if missing else []
     likely = sorted(text, key=lambda font: (not any(part in font.name for part in FONTS), font.name))
-    for name in dict.fromkeys(font.name for font in likely) if missing else ():
+    for name in dict.fromkeys(font.name for font in likely):
         if found := missing & _drawn(own.findfont(name)):  # the face that will be drawn, not the first of the family
             families.append(name)
             missing -= found
         if not missing:
             break
-    missing -= _said
-    if missing:
+    if missing and not _said:
         _said.update(missing)
-        shown = " ".join(f"{c} (U+{ord(c):04X})" for c in sorted(missing)[:10]) + " ..." * (len(missing) > 10)
-        logger.warning(f"no font here draws {shown}: install one, e.g. `apt install fonts-noto-cjk`, and draw again.")
-    return families
+        shown = " ".join(f"{c} (U+{ord(c):04X})" for c in sorted(missing)[:3])
+        text = f"no font here draws e.g. {shown}, so pictures spell such names in Latin letters"
+        logger.warning(f"{text}: install one, e.g. `apt install fonts-noto-cjk`, and draw again.")
+    return families, missing
 
 
+@lru_cache(maxsize=256)
 def _drawn(path: str) -> set[str]:
     """The characters that a font file has."""
     from matplotlib import font_manager
@@ -72,6 +74,16 @@ def _drawn(path: str) -> set[str]:
         return {chr(code) for code in font_manager.get_font(path).get_charmap()}
     except (OSError, RuntimeError):  # bitmaps, or a broken file
         return set()
+
+
+def _spelt(name: str) -> str:
+    """A name with what no font here draws in Latin letters, syllable by syllable: `红嘴巨鸥` is Hong Zui Ju Ou."""
+    missing = _fonts(frozenset(name))[1]
+    if not missing:
+        return name
+    from anyascii import anyascii
+
+    return " ".join("".join(f" {anyascii(c)} " if c in missing else c for c in name).split())
 
 
 def _is_no_weight(record: py_logging.LogRecord) -> bool:
@@ -83,7 +95,7 @@ def _is_no_weight(record: py_logging.LogRecord) -> bool:
 def readable(texts: Iterable[str]) -> Iterator[Any]:
     """Pyplot with fonts that have all characters of these texts; what cannot be drawn was said already."""
     plt = pyplot()
-    families = _families(frozenset(c for text in texts for c in text if c.isprintable() and not c.isspace()))
+    families, _ = _fonts(frozenset("".join(texts)))
     with plt.rc_context({"font.family": families}), warnings.catch_warnings():
         warnings.filterwarnings("ignore", r"Glyph \d+ .* missing from", UserWarning)
         yield plt
@@ -130,7 +142,7 @@ def look(i: int) -> dict[str, Any]:
 
 def whole(name: str, width: int = 60) -> str:
     """A name as it can be drawn, in lines of so many columns; matplotlib would read `$` as mathematics."""
-    name = "".join(c if c.isprintable() else " " for c in name)
+    name = _spelt("".join(c if c.isprintable() else " " for c in name))
     name = name if len(name) <= MOST_CHARACTERS else name[: MOST_CHARACTERS - 1] + "…"
     wide = sum(unicodedata.east_asian_width(c) in "WF" for c in name)  # these take two columns
     width = width if not wide else max(round(width * len(name) / (len(name) + wide)), 1)

@@ -81,22 +81,21 @@ def contact_sheet(
     files = _file_names([images[i] for i in shown], names)
     given = ([None if each is None else each[i] for i in shown] for each in (sets, labels, scores))
     captions = [_caption(*each, names, most) for each in zip(files, *given, strict=True)]
+    pictures = [_thumbnail(images[i]) for i in shown]
+    tall = SIDE * min(1.0, max(0.6, median(height / width for width, height in (each.size for each in pictures))))
     columns, legend = min(columns, len(shown)), "" if labels is None else " (✓ the true class, ✗ missed)"
     lines = [[caption for caption, _ in captions[i : i + columns]] for i in range(0, len(shown), columns)]
-    heights = [SIDE + GAP + LINE * (1 + max(caption.count("\n") for caption in row)) for row in lines]
+    heights = [tall + GAP + LINE * (1 + max(caption.count("\n") for caption in row)) for row in lines]
     heading = whole(title + legend, 20 * columns)
     with readable([heading, *(text for both in captions for text in both)]) as plt:
         top = sum(heights)
         figure = plt.figure(figsize=((SIDE + GAP) * columns + GAP, top + HEADING * (heading.count("\n") + 2)))
-        for number, i in enumerate(shown):
+        for number, picture in enumerate(pictures):
             row, column = divmod(number, columns)
-            left, bottom = GAP + (SIDE + GAP) * column, top - sum(heights[:row]) - SIDE
+            left, bottom = GAP + (SIDE + GAP) * column, top - sum(heights[:row]) - tall
             width, height = figure.get_size_inches()
-            axis = figure.add_axes((left / width, bottom / height, SIDE / width, SIDE / height), anchor="SW")
-            picture = open_image(images[i], "L" if getattr(images[i], "mode", "") == "L" else "RGB")
-            picture.thumbnail((MOST_DRAWN, MOST_DRAWN))
-            axis.imshow(picture, cmap="gray")
-            axis.axis("off")
+            axis = figure.add_axes((left / width, bottom / height, SIDE / width, tall / height))
+            _fill(axis, picture, tall)
             for text, at, align in zip(captions[number], (left, left + SIDE), ("left", "right"), strict=True):
                 for line, part in enumerate(text.split("\n")):  # each by itself: scripts differ in their heights
                     y, small = bottom - 0.04 - LINE * (line + 0.8), files[number] and not line
@@ -104,6 +103,23 @@ def contact_sheet(
                     figure.text(at / width, y / height, part, ha=align, va="baseline", **how)
         figure.text(GAP / width, 1 - 0.1 / height, heading, fontsize=10, va="top")
         save(figure, path)
+
+
+def _thumbnail(image: Any) -> Any:
+    picture = open_image(image, "L" if getattr(image, "mode", "") == "L" else "RGB")
+    picture.thumbnail((MOST_DRAWN, MOST_DRAWN))
+    return picture
+
+
+def _fill(axis: Any, picture: Any, tall: float) -> None:
+    """Draw a picture in the middle of its place, which is grey where there is none of it."""
+    wide, high = picture.size
+    scale = max(wide / SIDE, high / tall)  # pixels of an inch
+    left, above = (scale * SIDE - wide) / 2, (scale * tall - high) / 2
+    axis.imshow(picture, cmap="gray")
+    axis.set(xlim=(-left - 0.5, wide + left - 0.5), ylim=(high + above - 0.5, -above - 0.5), xticks=[], yticks=[])
+    axis.set_facecolor("0.95")
+    axis.spines[:].set_visible(False)
 
 
 def _file_names(images: Sequence[Any], names: Mapping[int, str] | Sequence[str]) -> list[str]:
