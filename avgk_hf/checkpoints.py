@@ -63,7 +63,7 @@ class CheckpointTrainer(Trainer):
 
     def __init__(self, *, args: TrainingArguments, callbacks: list | None = None, **kwargs: Any) -> None:
         if args.should_save:
-            check_output_dir(args.output_dir)
+            check_output_dir(args.output_dir, keep=True)
         self._resumed: TrainerState | None = None
         self._epochs = self._steps_per_epoch = self._best_step = None
         look_for_unused(args, kwargs.get("model"))

@@ -56,7 +56,8 @@ def check_k(k: float, num_labels: int | None = None) -> float:
     if not is_number(k) or not 1 <= k < below:
         wanted = "[1, L)" if num_labels is None else f"[1, {num_labels}) for {num_labels} classes"
         remedy = f"Set it to e.g. `k={min(2, below - 1)}`." if below > 1 else "One class makes no sets: give more."
-        raise ValueError(f"k={k!r} must be a number in {wanted}: the average number of classes in a set. {remedy}")
+        shown = k_key(k) if is_number(k) and math.isfinite(k) else repr(k)
+        raise ValueError(f"k={shown} must be a number in {wanted}: the average number of classes in a set. {remedy}")
     return k
 
 

@@ -101,8 +101,9 @@ def output_folder(folder: str | os.PathLike) -> Path:
     return folder
 
 
-def check_output_dir(folder: str | os.PathLike, option: str = "output_dir") -> None:
-    """Create the folder and refuse one that cannot be written to, before anything else is done."""
+def check_output_dir(folder: str | os.PathLike, option: str = "output_dir", keep: bool = False) -> None:
+    """Refuse a folder that cannot be written to, before anything else is done; one that is made stays if asked for."""
+    made = [] if keep else [path for path in (Path(folder), *Path(folder).parents) if not path.exists()]
     try:
         output_folder(folder)
         with tempfile.TemporaryFile(dir=folder) as file:
@@ -111,6 +112,10 @@ def check_output_dir(folder: str | os.PathLike, option: str = "output_dir") -> N
         raise OSError(
             f"{option}={str(folder)!r} cannot be written to ({error.strerror or error}); choose another `{option}`."
         ) from error
+    finally:
+        with suppress(OSError):  # of another process that writes there by now
+            for path in made:
+                path.rmdir()
 
 
 def leads_out(path: Path, folder: Path | None = None) -> bool:

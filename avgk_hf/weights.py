@@ -7,7 +7,6 @@ saved model as remote code.
 import json
 import os
 import re
-import textwrap
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -125,7 +124,7 @@ def _created(architecture: str, model_args: dict, pretrained: bool, where: dict,
     except RuntimeError as error:
         if file is None or "state_dict" not in str(error):
             raise
-        reason = textwrap.shorten(reason_of(error), 200, placeholder=" ...")
+        reason = "their tensors have other names or shapes"
     raise ValueError(
         f"the weights in {file} are not those of {architecture!r} ({reason}): name the timm model that they are of"
         " with `model:`, `--model` for a command."

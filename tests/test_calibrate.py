@@ -272,7 +272,7 @@ def test_sets_of_the_classes_of_a_dataset(classifier, some_trees, image_folder, 
     monkeypatch.setattr("avgk_hf.data.classes.logger.warning", said.append)
     command = ["calibrate", str(classifier), str(some_trees), "--classes-from-dataset", "--out", str(out)]
     assert main([*command, "--k", "4"]) == 2
-    assert "k=4.0 must be a number in [1, 4) for 4 classes" in capsys.readouterr().err
+    assert "k=4 must be a number in [1, 4) for 4 classes" in capsys.readouterr().err
     assert main([*command, "--k", "1.5", "3", "--coverage", "0.8"]) == 0
     assert not said
     assert "Sets hold only the 4 classes of that dataset" in (out / "README.md").read_text()

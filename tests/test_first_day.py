@@ -1,10 +1,12 @@
 """`avgk check`, `avgk init` and `avgk info`, and images kept aside for calibration: a first day with photographs."""
 
+import csv
 import json
 import logging
 import shlex
 import shutil
 import sys
+from collections import Counter
 from functools import partial
 from pathlib import Path
 
@@ -612,3 +614,45 @@ def test_an_older_card_of_a_foreign_classifier_names_a_command_that_works(image_
     capsys.readouterr()
     assert main(["info", again]) == 0
     assert "with --out another folder" not in capsys.readouterr().out
+
+
+def test_nothing_is_left_of_a_command_that_failed(image_folder, tmp_path, monkeypatch, capsys):
+    """Nor of its folders; one that was there before stays."""
+    monkeypatch.chdir(tmp_path)
+    assert main(["init", str(image_folder), "--out", "trees.yaml", "--model", "test_resnet"]) == 0
+    capsys.readouterr()
+    for wrong in (["--k", "50"], ["--dataset", str(tmp_path / "nowhere")], ["--checkpoint", "no.safetensors"]):
+        assert main(["train", "trees.yaml", "--output_dir", "deep/run", *wrong]) == 2
+    assert main(["plot", "no_run", "--out", "deep/plots"]) == 2
+    assert main(["card", "no_run", "--out", "deep/card.md"]) == 2
+    assert [path.name for path in tmp_path.iterdir()] == ["trees.yaml"]
+    (tmp_path / "there").mkdir()
+    assert main(["train", "trees.yaml", "--output_dir", "there/run", "--k", "50"]) == 2
+    assert not list((tmp_path / "there").iterdir())
+    assert "k=50 must be a number in [1, 6)" in capsys.readouterr().err
+
+
+def test_init_says_what_it_takes_from_train(image_folder, tmp_path, capsys):
+    shutil.copytree(image_folder, tmp_path / "photos", ignore=shutil.ignore_patterns("validation"))
+    assert main(["init", str(tmp_path / "photos"), "--out", str(tmp_path / "photos.yaml")]) == 0
+    said = capsys.readouterr().out.splitlines()
+    taken = "no validation split, so 24 of 72 training images serve as one: 5 of each class, half of a class at most"
+    assert said[1] == taken and said[2].startswith("written to")
+    assert f"# {taken}\n" in (tmp_path / "photos.yaml").read_text()
+
+
+def test_predict_counts_first_names_and_tables_mark_guesses(trained_run, image_folder, tmp_path, capsys):
+    out = tmp_path / "sets.csv"
+    source = [str(trained_run), str(image_folder / "test")]
+    assert main(["predict", *source, "--lambda-val", "0.99", "--out", str(out)]) == 0
+    said = capsys.readouterr().err
+    with open(out, encoding="utf-8-sig", newline="") as file:
+        rows = list(csv.DictReader(file))
+    common = Counter(row["best"] for row in rows).most_common()
+    assert f"named first: {common[0][0]} {common[0][1]}" in said
+    assert all((row["below_threshold"] == "yes") == (float(row["best_score"]) < 0.99) for row in rows)
+    assert main(["predict", *source, "--lambda-val", "0.99", "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert all(row["below_threshold"] is (row["set"][0]["score"] < 0.99) for row in found)
+    assert main(["predict", source[0], str(next((image_folder / "test").rglob("*.png")))]) == 0
+    assert "named first" not in capsys.readouterr().err  # of one image that says nothing

@@ -65,7 +65,7 @@ def test_overrides_win_and_types_hold(recipe):
         ("model_args: nonsense", "model_args='nonsense' is not a mapping"),
         ("k: 6", r"k=6 must be a number in \[1, 6\) for 6 classes"),
         ("validation_split: dev", r"has no split 'dev', only \['train', 'validation', 'test'\].*`validation_split:`"),
-        ("calibrate_k: [6]", r"k=6.0 must be a number in \[1, 6\)"),
+        ("calibrate_k: [6]", r"k=6 must be a number in \[1, 6\)"),
         ("model: resnet81", "Did you mean resnet18"),
     ],
 )

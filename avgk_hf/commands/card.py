@@ -18,6 +18,7 @@ def run(args: argparse.Namespace) -> None:
     from ..model_card import card_of_run
 
     out = Path(args.out or Path(args.run) / "README.md")
+    card = card_of_run(args.run, args.repo)
     with new_file(out) as new:
-        card_of_run(args.run, args.repo).save(new)
+        card.save(new)
     print(f"written to {out}")

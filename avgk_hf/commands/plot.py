@@ -46,7 +46,7 @@ def plot_runs(runs: Sequence[str | Path], out: str | Path, allow_outside: bool =
     from ..study.plots import accuracy_curve, by_shot, in_both_formats, set_size_histogram
     from ..study.seeds import find_runs
 
-    out, runs = make_folder(out), find_runs(runs)
+    runs, out = find_runs(runs), make_folder(out)
     names = [run.name for run in runs]
     if len(set(names)) < len(names):
         names = [str(run).strip("/").replace("/", "-") for run in runs]
