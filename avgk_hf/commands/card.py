@@ -3,7 +3,7 @@
 import argparse
 from pathlib import Path
 
-from ..files import new_file
+from ..files import new_file, refuse_link
 
 HELP = "write the model card of a run"
 
@@ -18,6 +18,7 @@ def run(args: argparse.Namespace) -> None:
     from ..model_card import card_of_run
 
     out = Path(args.out or Path(args.run) / "README.md")
+    refuse_link(out.parent)
     card = card_of_run(args.run, args.repo)
     with new_file(out) as new:
         card.save(new)

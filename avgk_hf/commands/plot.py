@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from ..files import make_folder, write_text
+from ..files import make_folder, refuse_link, write_text
 from ..shell import printable
 from .options import ALLOW_OUTSIDE, check_pictures
 
@@ -46,6 +46,7 @@ def plot_runs(runs: Sequence[str | Path], out: str | Path, allow_outside: bool =
     from ..study.plots import accuracy_curve, by_shot, in_both_formats, set_size_histogram
     from ..study.seeds import find_runs
 
+    refuse_link(out)
     runs, out = find_runs(runs), make_folder(out)
     names = [run.name for run in runs]
     if len(set(names)) < len(names):
