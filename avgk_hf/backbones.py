@@ -13,7 +13,7 @@ from typing import Any
 
 import timm
 import torch
-from timm.models import build_model_with_cfg, generate_default_cfgs, register_model
+from timm.models import build_model_with_cfg, generate_default_cfgs, is_model, register_model
 from timm.models._features import feature_take_indices
 from timm.models.densenet import DenseNet
 from timm.models.resnet import BasicBlock, ResNet
@@ -276,7 +276,12 @@ class CifarDenseNet(DenseNet):
         return maps if intermediates_only else (x, maps)
 
 
-@register_model
+def _registered(make: Any) -> Any:
+    """`register_model`, unless the name is known: as remote code this file comes beside the installed package."""
+    return make if is_model(make.__name__) else register_model(make)
+
+
+@_registered
 def densenet40_40_cifar(pretrained: bool = False, **kwargs: Any) -> DenseNet:
     """DenseNet-BC of depth 40 and growth 40 for the 32 x 32 images of CIFAR-100; there are no pretrained weights."""
     return build_model_with_cfg(
@@ -306,7 +311,7 @@ class CifarResNet(ResNet):
             info["reduction"] = 2 ** max(1, i)  # the first stage keeps the stem's resolution
 
 
-@register_model
+@_registered
 def resnet10_cifar(pretrained: bool = False, **kwargs: Any) -> ResNet:
     """A ResNet of 10 layers and 0.7 million weights for 32 x 32 images, which a processor trains in minutes."""
     shape = {"block": BasicBlock, "layers": (1, 1, 1, 1), "channels": (24, 48, 96, 192)}

@@ -193,19 +193,28 @@ def title_of(name: str) -> str:
 def read_config(folder: Path) -> dict[str, Any]:
     """What the config.json of a saved model maps."""
     if not (folder / "config.json").is_file():
-        raise FileNotFoundError(f"{folder} holds no config.json; name the folder of a saved model.")
+        inside = sorted(path.parent for path in folder.glob("*/config.json"))
+        remedy = (
+            f"did you mean '{inside[0]}'?"
+            if inside
+            else "name the folder of a trained or saved model, e.g. runs/plants."
+        )
+        raise FileNotFoundError(f"{folder} is no model, it holds no config.json: {remedy}")
     return read_json(folder / "config.json")
 
 
-def check_calibrated(k: float, known: Iterable[float]) -> None:
-    """Refuse an average set size outside of those that a model was calibrated for."""
+def check_calibrated(k: float, known: Iterable[float], num_labels: int | None = None) -> None:
+    """Refuse an average set size outside of those that a model, perhaps of so many classes, was calibrated for."""
     known = sorted(known)
     if k not in known and not known[0] < k < known[-1]:
+        sizes = " ".join(map(k_key, sorted({*known, k})))
+        more = f", or calibrate again with `avgk calibrate MODEL DATASET --k {sizes}`"
+        if num_labels is not None and k >= num_labels:
+            more = f": there are {num_labels} classes in all"
         raise ValueError(
             f"no threshold is stored for k={k_key(k)}; this model is calibrated for k in"
             f" {', '.join(map(k_key, known))}, and for what lies in between. Ask for one in"
-            f" [{k_key(known[0])}, {k_key(known[-1])}], or calibrate again with"
-            f" `avgk calibrate MODEL DATASET --k {' '.join(map(k_key, sorted({*known, k})))}`."
+            f" [{k_key(known[0])}, {k_key(known[-1])}]{more}."
         )
 
 

@@ -147,7 +147,8 @@ def image_processor(model: PreTrainedModel) -> Any:
             "this model was not loaded from anywhere, so its preprocessing is not known: save it with its image"
             " processor and load it with `load_classifier(folder)`."
         )
-    processor = AutoImageProcessor.from_pretrained(model.name_or_path, trust_remote_code=False)
+    only = {"backend": "pil"} if isinstance(model.config, TimmWrapperConfig) else {}  # transformers would say so
+    processor = AutoImageProcessor.from_pretrained(model.name_or_path, trust_remote_code=False, **only)
     check_processor(processor)
     return processor
 

@@ -23,7 +23,7 @@ from .conformal import METHODS
 from .confusions import Listed
 from .data import Stream, prepare, skip_bad_images
 from .data.classes import Labels, align_classes
-from .data.datasets import ON_BAD_IMAGE
+from .data.datasets import ON_BAD_IMAGE, check_one_split
 from .data.transforms import ImageTransform
 from .losses import make_loss
 from .modeling import AvgKForImageClassification
@@ -134,6 +134,7 @@ def evaluate(
     Returns:
         The metrics, as `AvgKTrainer.evaluate` names them, without prefix; with `"skip"` also how many are `skipped`.
     """
+    check_one_split(dataset)
     run, labelled = {"batch_size": batch_size, "num_workers": num_workers}, "label" in (dataset.column_names or ())
     special, ks = per_class or check_choice("method", method, METHODS) != "lac", k if isinstance(k, Iterable) else [k]
     check_asked(labelled, calibrate, monitor is not None, coverage is not None or special, balancing)

@@ -262,7 +262,8 @@ def describe_fields() -> str:
     for title, names in HONOURED.items():
         if not title.startswith(("arguments of", "for scripts")):
             blocks[f"training, {title} (as in transformers)"] = [training[name] for name in names if name in training]
-    lines = ["usage: avgk train RECIPE [--field value ...]", "", (__doc__ or "").strip(), ""]
+    lines = ["usage: avgk train RECIPE [--field value ...] [--overwrite]", "", (__doc__ or "").strip(), ""]
+    lines.append("A finished training in output_dir is kept, unless --overwrite is given.")
     lines.append("After each field: what it does, and its default in brackets. docs/trainer.md says what is refused.")
     for title, block in blocks.items():
         lines += ["", f"{title}:"] if block else []

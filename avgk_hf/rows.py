@@ -2,10 +2,10 @@
 
 A row is a mapping: `image`, what was asked for under its own name (`k`, `coverage`, ...), `size`, `below_threshold`,
 whether no class reached the threshold and the best is listed all the same, `set`, a list of `{"label", "score"}`, best
-first, and `error`, why there is none. In CSV, which people open in a spreadsheet, a set is
-the cells `best` and `best_score`, and of all its classes `classes` and `scores`, joined by ` | `. No cell begins like
-a formula there: one that would has an apostrophe before it. A CSV file begins with a byte order mark, without which
-Excel garbles names in other scripts.
+first, and `error`, why there is none. In CSV, which people open in a spreadsheet, a set is the cells `best` and
+`best_score`, and of all its classes `classes` and `scores`, joined by ` | `. No cell begins like a formula there: one
+that would has an apostrophe before it. A CSV file begins with a byte order mark, without which Excel garbles names in
+other scripts.
 """
 
 import csv

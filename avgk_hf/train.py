@@ -35,6 +35,7 @@ from .trainer import AvgKTrainer
 from .training_args import AvgKTrainingArguments
 
 logger = logging.get_logger(__name__)
+OVERWRITE = "--overwrite"  # of a command, and no field: a recipe does not say it
 
 
 def build_model(arguments: ModelArguments, names: list[str]) -> AvgKForImageClassification:
@@ -117,8 +118,8 @@ def load_data(
     empty = [classes[i] for i in np.flatnonzero(counts["train"] == 0)]
     if empty:
         logger.warning(
-            f"{len(empty)} of {len(classes)} classes have no training image, e.g. {empty[0]!r}: they count as few"
-            " shot."
+            f"{len(empty)} of {len(classes)} classes have no training image, e.g. {empty[0]!r}: they cannot be learnt,"
+            " and count as few shot."
         )
     return used, skipped
 
@@ -189,8 +190,6 @@ def run(
     used, skipped = load_data(data_args, args, splits)
     if args.process_index == 0:
         print(short_form(count_images(used)))
-        if (Path(args.output_dir) / RESULTS).is_file() and not args.resume_from_checkpoint:
-            print(f"{args.output_dir} holds an earlier training, which this one replaces")
     trainer = make_trainer(model_args, data_args, args, used)
     trainer.train(resume_from_checkpoint=args.resume_from_checkpoint)
     trainer.evaluate()
@@ -251,6 +250,17 @@ def run_seeds(arguments: list[str], keep: bool = False) -> str:
     return write_report(folders, args.output_dir) if args.process_index == 0 else ""
 
 
+def _refuse_finished(args: AvgKTrainingArguments) -> None:
+    """Keep what is finished, which a training that is started again by mistake would replace."""
+    for folder in (args.output_dir, *(Path(args.output_dir) / f"seed-{args.seed + i}" for i in range(args.seeds))):
+        if (Path(folder) / RESULTS).is_file():
+            rest = ", train the seeds that are left with `--resume_from_checkpoint last`" if args.seeds > 1 else ""
+            raise FileExistsError(
+                f"{folder} holds a finished training, which is kept: name another folder with `--output_dir`{rest}, or"
+                f" replace it with `{OVERWRITE}`."
+            )
+
+
 def summary(results: dict[str, Any], output_dir: str) -> str:
     """A few lines for the end of a run."""
     split = "test" if "test" in results else "validation"
@@ -267,7 +277,10 @@ def main(arguments: list[str] | None = None) -> None:
     if "-h" in arguments or "--help" in arguments:
         print(describe_fields())
         return
+    overwrite, arguments = OVERWRITE in arguments, [each for each in arguments if each != OVERWRITE]
     model_args, data_args, args = parse_recipe(arguments)
+    if not overwrite and not args.resume_from_checkpoint:
+        _refuse_finished(args)
     if args.world_size > 1 and args.process_index == 0:
         print(f"{args.world_size} processes train together, {args.train_batch_size} images each per step")
     again = bool(args.resume_from_checkpoint)

@@ -20,7 +20,7 @@ from .configuration import AvgKConfig
 from .conformal import enough_images, level_key
 from .data import class_counts
 from .data.classes import check_names
-from .data.datasets import TAKE, check_length, check_prepared, collate
+from .data.datasets import TAKE, check_length, check_prepared, collate, taken_as
 from .evaluation import Evaluation, loop
 from .files import new_file, write_text
 from .losses import make_loss
@@ -59,9 +59,7 @@ class AvgKTrainer(ObjectiveTrainer):
             `label_ids` do for `labels`.
         eval_dataset: The validation set, in the same form and with a length.
         dataset_name: What `load_splits` read, for the calibration record, the card and results.json; of a local folder
-            the first two name the last part only.
-        validation_per_class: As `load_splits` was given it, so that the commands know which images were taken.
-        split_seed: The same.
+            the first two name the last part only. With it goes what `validation_per_class` took from train.
         kwargs: As in `Trainer`.
     """
 
@@ -74,8 +72,6 @@ class AvgKTrainer(ObjectiveTrainer):
         train_dataset: Dataset | None = None,
         eval_dataset: Dataset | None = None,
         dataset_name: str | None = None,
-        validation_per_class: int | None = None,
-        split_seed: int = 0,
         **kwargs: Any,
     ) -> None:
         if not isinstance(args, AvgKTrainingArguments):
@@ -92,11 +88,9 @@ class AvgKTrainer(ObjectiveTrainer):
         # a local folder goes into config and card by its name only: they are made to be shared
         local = dataset_name is not None and Path(dataset_name).exists()
         self.dataset_name = Path(dataset_name).name if local else dataset_name
-        if validation_per_class is not None and dataset_name is None:
-            raise ValueError(
-                f"{TAKE}={validation_per_class} is recorded with what it was taken from: `dataset_name=`."
-            )
-        data = {"dataset": dataset_name, TAKE: validation_per_class, "split_seed": split_seed}
+        data = {"dataset": dataset_name, TAKE: None, "split_seed": 0} | taken_as(
+            getattr(eval_dataset, "images", eval_dataset)
+        )
         self.record: dict[str, Any] = {"data": data if dataset_name else {}}  # for results.json
         self._fit = partial(self._fit_to_data, args, train_dataset, eval_dataset)
         if model is not None:

@@ -17,7 +17,7 @@ from transformers import EarlyStoppingCallback, TrainingArguments
 from transformers.hf_argparser import HfArg
 from transformers.utils import logging
 
-from .checks import LIKE, check_choice, check_whole, is_number
+from .checks import check_choice, check_whole, is_number
 from .configuration import IMAGE_PROCESSOR, AvgKConfig
 from .conformal import LEVELS, METHODS, check_level
 from .losses import LOSSES
@@ -248,7 +248,7 @@ class AvgKTrainingArguments(TrainingArguments):
         known = [item.name for item in fields(cls)]
         for name in given:
             if name not in known:
-                near = get_close_matches(name, known, 1, LIKE)
+                near = get_close_matches(name, known, 1, 0.7) or [each for each in known if name in each and name[5:]]
                 hint = f"did you mean {near[0]!r}?" if near else "what shapes the model is given to `from_timm`."
                 raise TypeError(f"AvgKTrainingArguments has no field {name!r}; {hint}")
         return super().__new__(cls)

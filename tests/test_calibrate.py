@@ -3,6 +3,7 @@
 import datetime
 import json
 import math
+import shutil
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -80,8 +81,6 @@ def test_calibrate_and_use_any_classifier(classifier, image_folder, splits, tmp_
 
 
 def test_calibrate_in_place_keeps_the_rest_of_the_config(classifier, image_folder, tmp_path):
-    import shutil
-
     folder = tmp_path / "copy"
     shutil.copytree(classifier, folder)
     before = json.loads((folder / "config.json").read_text())
@@ -378,3 +377,57 @@ def test_predict_in_batches(classifier, image_folder, tmp_path, capsys, monkeypa
     assert "ash/0.png on, counted from 0: the logits of image(s) 0, 1" in capsys.readouterr().err
     assert main(["predict", str(out), images[0], "--batch-size", "0"]) == 2
     assert "--batch-size=0 must be a whole number of at least 1" in capsys.readouterr().err
+
+
+def test_images_that_it_may_have_learnt_are_said(classifier, image_folder, tmp_path, capsys):
+    """A classifier of another package does not say what it was trained on."""
+    some = tmp_path / "some"
+    shutil.copytree(image_folder / "train", some / "train")
+    command = ["calibrate", str(classifier), str(some), "--k", "2", "--out", str(tmp_path / "out")]
+    assert main(command) == 2
+    only = "only if the classifier was not trained on the images in 'train'"
+    assert f"has no split 'validation': {only}, --validation-per-class 20 takes 20" in capsys.readouterr().err
+    assert main([*command, "--validation-per-class", "2"]) == 0
+    assert f"{only}: if it was, what they show is too good" in capsys.readouterr().err
+
+
+def test_a_classifier_that_guesses_is_asked_about_its_names(image_folder, make_model, tmp_path, capsys):
+    folder, words = str(tmp_path / "model"), "is that of guessing among 6 classes: are the model's names in the order"
+    model = make_model()
+    with torch.no_grad():
+        model.ml_head.weight.zero_()
+        model.ml_head.bias.copy_(torch.arange(6.0))  # whatever the image
+    model.save_pretrained(folder)
+    for command in ("calibrate", "evaluate"):
+        assert main([command, folder, str(image_folder), "--k", "2", "--split", "test"]) == 0
+        assert words in capsys.readouterr().err
+
+
+def _said(capsys, arguments):
+    main(arguments)
+    return capsys.readouterr().err
+
+
+def test_k_beyond_the_classes_is_refused_with_a_k_that_can_be(classifier, image_folder, tmp_path, capsys):
+    out = str(tmp_path / "out")
+    assert main(["calibrate", str(classifier), str(image_folder), "--k", "1", "2", "--out", out]) == 0
+    said = capsys.readouterr()
+    assert "Requested torchvision backend" not in said.err and "method is disabled" not in said.err
+    assert "--coverage 0.9, 0.95 by lac, aps, raps" in said.out  # in one line
+    image = str(next((image_folder / "test" / "oak").glob("*.png")))
+    said = _said(capsys, ["predict", out, image, "--k", "6"])
+    assert "no threshold is stored for k=6" in said and "Ask for one in [1, 2]: there are 6 classes in all." in said
+    assert "or calibrate again with `avgk calibrate" in _said(capsys, ["predict", out, image, "--k", "3"])
+    assert f"did you mean '{out}'?" in _said(capsys, ["predict", str(tmp_path), image])
+    assert main(["info", out]) == 0
+    assert "calibrated: 1, 2; without --k it is 1)" in capsys.readouterr().out
+
+
+def test_names_that_are_matched_by_position_are_kept(image_folder, tmp_path, capsys):
+    model = timm.create_model("test_resnet", num_classes=6)
+    timm.models.save_for_hf(model, tmp_path / "model", model_config={"num_classes": 6}, safe_serialization=True)
+    command = ["calibrate", str(tmp_path / "model"), str(image_folder), "--k", "2", "--out", str(tmp_path / "out")]
+    assert "--labels-by-position" in _said(capsys, command)
+    assert main([*command, "--labels-by-position"]) == 0
+    assert list(load_classifier(str(tmp_path / "out")).config.id2label.values()) == CLASSES
+    assert main(["evaluate", str(tmp_path / "out"), str(image_folder)]) == 0

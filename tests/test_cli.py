@@ -136,7 +136,7 @@ def test_evaluate_and_calibrate(model_folder, image_folder, tmp_path, capsys):
         (["predict", "MODEL", "nothing.png"], "nothing.png: there is no such file"),
         (["predict", "MODEL", "IMAGES/../conf.jpg"], "there is no such file"),
         (["predict", "MODEL", "IMAGE", "--k", "4"], "no threshold is stored for k=4"),
-        (["predict", "MODEL", "IMAGE", "--k", "9"], "k=9 must be a number in [1, 6)"),
+        (["predict", "MODEL", "IMAGE", "--k", "9"], "there are 6 classes in all"),
         (["predict", "./nowhere", "IMAGE"], "there is no model folder './nowhere'"),
         (["predict", "IMAGES", "IMAGE"], "holds no config.json"),
         (["evaluate", "MODEL", "IMAGES", "--split", "dev"], "has no split 'dev'"),

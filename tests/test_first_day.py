@@ -13,6 +13,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import timm
+import torch
 from PIL import Image
 from safetensors.torch import save_file
 from transformers import pipeline
@@ -30,7 +31,7 @@ from avgk_hf.checks import near_folder
 from avgk_hf.cli import main
 from avgk_hf.commands.init import BACKBONES
 from avgk_hf.data.datasets import class_counts, keep_aside, split_validation
-from avgk_hf.evaluation import evaluate
+from avgk_hf.evaluation import calibrate, evaluate
 from avgk_hf.recipes import parse_recipe
 from avgk_hf.scope import promise, taken_in_training
 from avgk_hf.train import load_data
@@ -137,11 +138,15 @@ def test_the_recipe_of_init_trains(image_folder, tmp_path, monkeypatch, capsys):
     small = ["--model", "test_resnet", "--pretrained", "false", "--num_train_epochs", "1", "--image_size", "32"]
     assert main(["train", "plants.yaml", *small]) == 0
     trained = capsys.readouterr().out
-    assert printed.splitlines()[0] in trained and "earlier training" not in trained  # what is trained on was counted
+    assert printed.splitlines()[0] in trained  # what is trained on was counted
     commands = "`avgk predict runs/plants PHOTOS --out sets.csv`, or `avgk evaluate runs/plants"
     assert trained.endswith(f"saved to runs/plants\nnext: {commands} {shlex.quote(photos.name)}`\n")
-    assert main(["train", "plants.yaml", *small]) == 0
-    assert "runs/plants holds an earlier training, which this one replaces\n" in capsys.readouterr().out
+    before = Path("runs/plants/results.json").read_text()
+    assert main(["train", "plants.yaml", *small, "--seed", "1"]) == 2
+    assert "runs/plants holds a finished training, which is kept" in capsys.readouterr().err
+    assert Path("runs/plants/results.json").read_text() == before
+    assert main(["train", "plants.yaml", *small, "--seed", "1", "--overwrite"]) == 0
+    assert json.loads(Path("runs/plants/results.json").read_text())["seed"] == 1
     assert AvgKConfig.from_pretrained("runs/plants").thresholds.keys() == {"1", "1.5", "2", "3", "5"}
     assert main(["init", photos.name, "--out", "plants.yaml"]) == 2
     assert "plants.yaml exists and is kept" in capsys.readouterr().err
@@ -568,6 +573,9 @@ def test_calls_from_python_that_newcomers_made(make_model, make_trainer, splits,
         prepare(splits, model)
     with pytest.raises(TypeError, match="did you mean 'num_train_epochs'"):
         AvgKTrainingArguments(str(tmp_path), num_train_epoch=3)
+    for near, field in (("num_epochs", "num_train_epochs"), ("batch_size", "per_device_train_batch_size")):
+        with pytest.raises(TypeError, match=f"did you mean '{field}'"):
+            AvgKTrainingArguments(str(tmp_path), **{near: 3})
     with pytest.raises(TypeError, match="`from_timm`"):
         AvgKTrainingArguments(str(tmp_path), objective="ce")
     args = AvgKTrainingArguments(str(tmp_path), report_to=[])
@@ -575,8 +583,12 @@ def test_calls_from_python_that_newcomers_made(make_model, make_trainer, splits,
         AvgKTrainer(model, args, splits["train"])
     with pytest.raises(ValueError, match="train_dataset are the splits"):
         AvgKTrainer(model, args, splits)
-    with pytest.raises(ValueError, match="validation_per_class=2 is recorded with what it was taken from"):
-        AvgKTrainer(model, args, prepare(splits["train"], model), validation_per_class=2)
+    pairs = [(torch.zeros(3, 32, 32), 0)] * 4  # as datasets of torchvision have them
+    with pytest.raises(ValueError, match="an example of the dataset is a tuple, and not a mapping"):
+        AvgKTrainer(model, args, pairs).train()
+    for wrong, given in (("photos", "a str"), (splits, "the splits"), (pairs, "a list")):
+        with pytest.raises(ValueError, match=f"the dataset is {given}.*give one split"):
+            calibrate(model, wrong, k=[1, 2])
     trainer = AvgKTrainer(model, args, None, prepare(splits["validation"], model))
     trainer.evaluate()
     with pytest.raises(ValueError, match="the dataset to evaluate holds images"):
@@ -592,8 +604,7 @@ def test_pictures_of_a_run_from_python_whose_validation_was_taken(image_folder, 
     model = AvgKForImageClassification.from_timm("test_resnet", id2label=labels, k=2, image_size=32)
     args = AvgKTrainingArguments(str(tmp_path / "run"), num_train_epochs=1, report_to=[], calibrate_k=[1])
     train, validation, test = (prepare(splits[name], model) for name in ("train", "validation", "test"))
-    about = {"dataset_name": str(tmp_path / "plants"), "validation_per_class": 2, "split_seed": 1}
-    trainer = AvgKTrainer(model, args, train, validation, **about)
+    trainer = AvgKTrainer(model, args, train, validation, dataset_name=str(tmp_path / "plants"))
     trainer.train()
     trainer.evaluate()
     trainer.evaluate(test, metric_key_prefix="test")

@@ -1774,6 +1774,9 @@ def test_links_that_lead_out_are_refused(kind, secret, tmp_path):
         load_splits(str(folder))
     if kind == "image":
         assert len(load_splits(str(folder), allow_outside=True)["train"]) == 3
+    if kind == "folder":
+        with pytest.raises(ValueError, match=r"train/fir is a link to a folder, and is not followed"):
+            load_splits(str(folder), allow_outside=True)
 
 
 def test_links_of_archives_are_refused(secret, tmp_path):

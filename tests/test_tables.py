@@ -80,7 +80,7 @@ def test_what_is_replaced_and_what_is_longer_than_asked_for_is_said(model_folder
     assert main([*command, "--min-size", "2"]) == 0
     said = capsys.readouterr().err
     assert f"written to {tmp_path / 'a.csv'}, in place of the file that was there\n" in said
-    assert "longer sets than asked for" in said and "Such a class is never listed" in said
+    assert "longer sets than asked for" in said and "It cannot recognise such a class" in said
 
 
 def test_csv_can_be_printed_and_holds_no_formula(make_model, tmp_path, capsys):
@@ -255,8 +255,8 @@ def test_wrong_folders_and_k_are_refused_before_torch_is_imported(model_folder, 
     recipe.write_text(recipe.read_text().replace("k: 2\n", "k: 0.5\n"))
     commands = {
         f"predict ./nowhere {image}": "there is no model folder './nowhere'",
-        f"predict {image_folder} {image}": "holds no config.json",
-        f"predict {model} {image} --k 1 9": "k=9 must be a number in [1, 6) for 6 classes",
+        f"predict {image_folder} {image}": f"{image_folder} is no model, it holds no config.json",
+        f"predict {model} {image} --k 1 9": "no threshold is stored for k=9",
         f"predict {model} {image} --k 4": "no threshold is stored for k=4",
         f"predict {model} nothing.png": "nothing.png: there is no such file",
         f"predict {model} {image} --out sets.xlsx": "ends with none of",
@@ -370,7 +370,7 @@ def test_no_picture_of_a_single_point(tmp_path):
     point = {"mean": 0.5, "half_width": None}
     for picture, data in (
         (plots.accuracy_curve, {"a": {1: point}}),
-        (plots.tradeoff_curve, {"a": [[1, 0.5, 1.0, 0.5, 0.5]]}),
+        (plots.tradeoff_curve, [[1, 0.5, 1.0, 0.5, 0.5]]),
         (plots.learning_curves, {"a": [{"epoch": 1, "accuracy": 0.5, "loss": 1.0}]}),
     ):
         assert plots.in_both_formats(picture, tmp_path / "picture", data) == []

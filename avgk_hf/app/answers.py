@@ -31,6 +31,7 @@ from ..data.glyphs import CHARACTERS, class_name, draw
 from ..files import make_folder
 from ..questions import Question
 from ..rows import Row, row, write_csv
+from ..scope import promise
 from ..scores import head_logits
 from ..sets import k_key
 from ..shell import NOUN, read_noun
@@ -77,6 +78,7 @@ class Answers:
         self.names = set(self.config.id2label.values())
         self.source, self.probabilities = calibration.source, calibration.probabilities
         self.balance, self.balances, self.tradeoff = calibration.balance, calibration.balances, calibration.tradeoff
+        self.promise = (promise(calibration) or "").partition(". ")[0].replace("true class", f"true {self.one}")
         views = [calibration.at(balance) for balance in self.balances]
         self.levels = [level for level in calibration.levels() if all(level in view.levels() for view in views)]
         self.heads = {view.head(k) for view in views for k in self.ks}  # one, unless `head="auto"`
@@ -167,6 +169,7 @@ class Answers:
             one=self.one,
             asked=f"{asked}, balance {balance:g}" if len(self.balances) > 1 else asked,
             worth=self._worth(question.get("k"), balance),
+            promise=self.promise if "coverage" in question else "",
             shown=map(row, shown),
             more=len(classes) - len(shown),
             below=map(row, below),

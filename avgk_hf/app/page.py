@@ -29,7 +29,7 @@ MOST_PIXELS = 25_000_000  # of an image; decoding one takes up to 16 bytes for e
 MOST_AT_ONCE = 16  # images of one table
 WAITING, SESSIONS = 64, 1000  # events in the queue, and visitors whose scores are kept
 ASK_BY = BY_SIZE, BY_COVERAGE = "average size", "coverage"
-HINT = "Drop an image, or choose one of the examples."
+HINT, OR_EXAMPLE = "Drop an image.", "Drop an image, or choose one of the examples."
 GONE = "The server has no such image, or not any more; drop it again."
 EXAMPLES = "Examples, from clear to hopeless"
 # the last of several quick changes must not be dropped because the one before it is still being answered
@@ -51,8 +51,8 @@ def upload_folder() -> Path:
 class _Events:
     """What the page does when a visitor does something."""
 
-    def __init__(self, answers: Answers, page: gr.Blocks) -> None:
-        self.answers, self.page = answers, page
+    def __init__(self, answers: Answers, page: gr.Blocks, hint: str) -> None:
+        self.answers, self.page, self.hint = answers, page, hint
         self.looked_at: dict[str, str] = {}  # by session, the upload that it shows
 
     def leave(self, session: str, path: str | None = None) -> None:
@@ -109,7 +109,7 @@ class _Events:
     ) -> tuple[str, str]:
         """The set and its growth, from what `read` gave."""
         if found is None:
-            return message(HINT, "status"), ""
+            return message(self.hint, "status"), ""
         if isinstance(found, str):
             return message(found, "alert"), ""
         question = {"coverage": coverage} if ask == BY_COVERAGE else {"k": k}
@@ -233,7 +233,7 @@ def build_page(answers: Answers, name: str, examples: Sequence[tuple[Path, int]]
     upload_folder()  # asked for by every component
     levels = [(question_text(coverage=level), level) for level in answers.levels]
     with gr.Blocks(title=f"{name}: sets of {answers.many}", analytics_enabled=False, delete_cache=(600, 3600)) as page:
-        events = _Events(answers, page)
+        events = _Events(answers, page, OR_EXAMPLE if examples else HINT)
         about = {"num_labels": answers.config.num_labels, "source": answers.source, "many": answers.many}
         gr.HTML(render("heading.html", name=name, **about))
         with gr.Row():
@@ -250,7 +250,7 @@ def build_page(answers: Answers, name: str, examples: Sequence[tuple[Path, int]]
                 )
                 balance = _balance(answers)
             with gr.Column(scale=6, min_width=360):
-                predicted = gr.HTML(message(HINT, "status"), elem_id="avgk-set", container=True, padding=True)
+                predicted = gr.HTML(message(events.hint, "status"), elem_id="avgk-set", container=True, padding=True)
                 growth = gr.HTML("", elem_id="avgk-growth", container=True, padding=True)
                 if examples:  # below the answer, on a phone too
                     _show_examples(examples, answers, image)

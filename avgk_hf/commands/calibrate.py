@@ -13,6 +13,7 @@ from .evaluate import (
     print_metrics,
     quiet_unless_first,
     read_split,
+    say_guessing,
     say_split,
     shared_arguments,
 )
@@ -71,6 +72,8 @@ def run(args: argparse.Namespace) -> int:
     how |= {"classes_from_dataset": args.classes_from_dataset, "keep_heads": args.keep_heads}
     if args.prevalence:
         how["prevalence"] = _prevalence(args, model.config)
+    if args.out and args.labels_by_position and "label" in split.column_names:
+        _name_classes(model.config, split.features["label"].names)
     metrics, *left_out = measure(model, split, args, calibrate=True, **how)
     if not is_first_process():
         return 0
@@ -80,6 +83,7 @@ def run(args: argparse.Namespace) -> int:
         write_thresholds(model, args.model)
     say_split(split, args)
     print_metrics(metrics, args, getattr(model.config, "k", None))
+    say_guessing(metrics, left_out[1], model.config)
     calibration = Calibration.of(model.config)
     if args.plot:
         _draw(calibration, args)
@@ -92,6 +96,12 @@ def run(args: argparse.Namespace) -> int:
     if args.push:
         print(push_folder(args.out, args.push))
     return say_left_out(*left_out)
+
+
+def _name_classes(config: Any, names: list[str]) -> None:
+    """Give classes without names, only LABEL_0 and so on, those of the dataset they are matched to by position."""
+    if list(config.id2label.values()) == [f"LABEL_{i}" for i in range(len(names))]:
+        config.id2label, config.label2id = dict(enumerate(names)), {name: i for i, name in enumerate(names)}
 
 
 def _prevalence(args: argparse.Namespace, config: Any) -> list[float]:
@@ -143,7 +153,7 @@ def _draw(calibration: Any, args: argparse.Namespace) -> None:
     name, path = title_of(args.model), Path(args.plot)
     at = [f", K = {k:g}: accuracy {100 * c:.1f}%" for k, _, _, c, _ in calibration.curve if k == calibration.k]
     title = f"{name}{''.join(at)}. What larger sets buy, {args.split}"
-    if tradeoff_curve({name: calibration.curve}, path, title):
+    if tradeoff_curve(calibration.curve, path, title):
         say_written(path, "what larger sets buy", args)
     else:
         print("K = 1 alone makes no curve, so there is no picture: add e.g. --k 1 2 5.", file=sys.stderr)
@@ -170,8 +180,9 @@ def _recorded(config: Any) -> dict[str, dict[str, Any]]:
 
 def _say_what_changed(before: dict[str, dict], after: dict[str, dict], folder: Path | None) -> None:
     """The coverages of a calibration, what it replaced, and what in the model's folder is older than it."""
-    for level, how in after["coverage"].items():
-        print(printable(f"can be asked for: --coverage {level} by {how}"))
+    for how in dict.fromkeys(after["coverage"].values()):
+        levels = ", ".join(level for level, each in after["coverage"].items() if each == how)
+        print(printable(f"can be asked for: --coverage {levels} by {how}"))
     for name, found in before.items():
         gone = [key for key in found if key not in after[name]]
         if gone:
@@ -192,6 +203,8 @@ def save_classifier(model: Any, folder: str | Path, metrics: dict[str, float], r
         metrics: What the calibration measured.
         repo: Where it will be on the Hub, if that is known.
     """
+    from transformers import TimmWrapperConfig
+
     from ..calibration import Calibration
     from ..classifiers import carry_code, image_processor, write_thresholds
     from ..model_card import render_card
@@ -203,7 +216,8 @@ def save_classifier(model: Any, folder: str | Path, metrics: dict[str, float], r
         model.save_pretrained(new)
         write_thresholds(model, new)
         if not isinstance(model, AvgKForImageClassification):
-            image_processor(model).save_pretrained(new)
+            if not isinstance(model.config, TimmWrapperConfig):  # which holds its preprocessing
+                image_processor(model).save_pretrained(new)
             carry_code(new)
     dataset = Calibration.of(model.config).source.get("dataset")
     card = render_card(repo or folder.name, model.config, {"validation": metrics}, {}, dataset, calibrated_only=True)

@@ -3,6 +3,7 @@
 import argparse
 import json
 import logging
+import math
 import os
 import sys
 from pathlib import Path
@@ -23,12 +24,14 @@ from .options import (
     label_arguments,
     labels_of,
     per_class_of,
+    say_above,
     say_left_out,
     say_written,
 )
 
 HELP = "evaluate a calibrated model; on images without labels only the sizes of its sets"
 SHOWN_CLASSES, SHOWN_IMAGES = 24, 60  # in one picture
+ONLY_NEW = "only if the classifier was not trained on the images in 'train'"
 
 
 def arguments(parser: argparse.ArgumentParser) -> None:
@@ -105,6 +108,7 @@ def run(args: argparse.Namespace) -> int:
         write_text(args.out, json.dumps(metrics, indent=2) + "\n")
     say_split(split, args)
     print_metrics(metrics, args, monitor.k if "num_images" in metrics else getattr(model.config, "k", None))
+    say_guessing(metrics, left_out[1], model.config)
     if not monitor.drifted and not args.json:  # a drift was said already
         print(monitor.message())
     if args.plot:
@@ -189,6 +193,8 @@ def read_split(args: argparse.Namespace, config: Any, unlabelled: bool = False) 
         how["validation_per_class"] = args.validation_per_class
         splits = load_splits(args.dataset, **how, allow_new_classes=True)  # the model's classes count
     name = args.split
+    if name not in splits and is_first_process():
+        say_above(args.dataset)
     if args.validation_per_class is not None and is_first_process():
         _say_trained_on(splits, config)
     if len(splits) == 1 and name == "test" and "label" not in next(iter(splits.values())).column_names:
@@ -202,7 +208,8 @@ def read_split(args: argparse.Namespace, config: Any, unlabelled: bool = False) 
             how = f"(--validation-per-class {taken['per_class']} --split-seed {taken['seed']})"
             print(f"{text} {how}", file=sys.stderr)
     number = taken.get("per_class") or (None if args.streaming else _number_taken(splits, config)) or 20
-    check_split(splits, args.dataset, name, "--split", f"--validation-per-class {number}", number)
+    take = "" if getattr(config, "train_counts", None) else f"{ONLY_NEW}, "
+    check_split(splits, args.dataset, name, "--split", f"{take}--validation-per-class {number}", number)
     if "label" not in splits[name].column_names and is_first_process():
         text = f"{args.dataset} does not say which class an image is of, so only the sizes of their sets are measured"
         known = "folders would say it, <class>/x.jpg, or a column of a table that is named with --label-column"
@@ -229,8 +236,10 @@ def _counts(splits: Any, config: Any) -> tuple[Any, Any] | None:
 
 
 def _say_trained_on(splits: Any, config: Any) -> None:
-    """Say how many images a model must have seen in training, where fewer are left in train than it was trained on."""
+    """Say how many images a model must have seen in training, or may have, where that is not recorded."""
     found = _counts(splits, config)
+    if not getattr(config, "train_counts", None):
+        print(f"{ONLY_NEW}: if it was, what they show is too good, and sets are too small", file=sys.stderr)
     seen = 0 if found is None else int((found[1] - found[0]).clip(0).sum())
     if seen:
         text = f"if the model was trained on this dataset, it has learnt at least {seen:,} of these validation images"
@@ -292,6 +301,15 @@ def say_split(split: Any, args: argparse.Namespace) -> None:
     if not args.json and not args.streaming:
         part = f", split {split.split or args.split}" if "label" in split.column_names else ""
         print(printable(f"{name_of(args)}{part}: {len(split):,} images"), end="\n\n")
+
+
+def say_guessing(metrics: dict[str, float], images: int, config: Any) -> None:
+    """Ask what a model that is no better than guessing was given; sure enough by two standard deviations."""
+    top1, chance = metrics.get("top1_accuracy"), 1 / max(len(config.id2label), 1)
+    if top1 is not None and top1 <= chance + 2 * math.sqrt(chance * (1 - chance) / max(images, 1)):
+        text = f"top-1 accuracy {top1:.2%} is that of guessing among {len(config.id2label)} classes: are the model's"
+        text += " names in the order of its outputs, and the images prepared as for its training?"
+        print(text, file=sys.stderr)
 
 
 def print_metrics(metrics: dict[str, float], args: argparse.Namespace, own_k: float | None) -> None:

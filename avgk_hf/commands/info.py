@@ -126,7 +126,8 @@ def _as_text(name: str, found: dict[str, Any]) -> str:
     if len(asked["balance"]) > 1:
         lines["balance"] = f"--balance {', '.join(f'{each:g}' for each in asked['balance'])}"
     if ks:
-        lines["average size"] = f"--k {ks[0]:g} to {ks[-1]:g} (calibrated: {', '.join(f'{k:g}' for k in ks)})"
+        known = ", ".join(f"{k:g}" for k in ks)
+        lines["average size"] = f"--k {ks[0]:g} to {ks[-1]:g} (calibrated: {known}; without --k it is {found['k']:g})"
     lines["calibrated"] = "no: it names one class, and no sets, before `avgk calibrate MODEL DATASET --k 1 2 5`"
     if source:
         where = " ".join(str(source[part]) for part in ("dataset", "split") if source.get(part))

@@ -7,6 +7,7 @@ import shlex
 from typing import Any
 
 from ..files import refuse_link, write_text
+from ..shell import printable
 from .options import data_arguments, read_splits
 
 HELP = "look at a dataset and write a commented recipe for it"
@@ -82,6 +83,8 @@ def run(args: argparse.Namespace) -> None:
         reason = "say with --model which timm model they are of" if not args.model else "there is no such file"
         raise ValueError(f"--checkpoint {args.checkpoint}: {reason}.")
     splits = read_splits(args)  # before torch is imported: the folder may not be there
+    from ..data.inspection import beside_images
+
     if args.model and not args.model.startswith("hf_hub:"):
         from ..weights import load_backbone
 
@@ -89,6 +92,8 @@ def run(args: argparse.Namespace) -> None:
     text = recipe_for(splits, args)
     write_text(args.out, text)
     print(text.partition("# written by")[0].replace("# ", ""), end="")
+    for kind, found in beside_images(args.dataset).items():
+        print(printable(f"{kind}: {', '.join(found[:3])}{f' and {len(found) - 3:,} more' * (len(found) > 3)}"))
     print(f"written to {args.out}; train with `avgk train {shlex.quote(args.out)}`")
 
 

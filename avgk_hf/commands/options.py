@@ -51,16 +51,16 @@ def check_model(
 
     folder = model_folder(name)
     stored = {} if folder is None else read_config(folder)
-    labels, thresholds = (stored.get(field) for field in ("id2label", "thresholds"))
-    number = len(labels) if isinstance(labels, dict) and labels else None
+    labels, thresholds = stored.get("id2label") or stored.get("label_names"), stored.get("thresholds")  # or timm's
+    number = len(labels) if isinstance(labels, dict | list) and labels else None
     try:
         known = [check_k(float(key), number) for key in dict(thresholds or {})] if calibrated else []
     except (TypeError, ValueError):  # refused with the field's name when the model is loaded
         known = []
     for k in ks:
-        check_k(k, number)
+        check_k(k, None if known else number)
         if known:
-            check_calibrated(k, known)
+            check_calibrated(k, known, number)
     for level in levels:
         check_level(level)
     if dataset is not None:
@@ -86,16 +86,21 @@ def read_splits(args: argparse.Namespace) -> Any:
     from ..checks import check_dataset
 
     check_dataset(args.dataset)
-    above = os.path.normpath(os.path.join(args.dataset, os.pardir))
-    others = {"train", "validation", "val", "test"} - {os.path.basename(os.path.abspath(args.dataset))}
-    beside = sorted(name for name in others if len(others) < 4 and os.path.isdir(os.path.join(above, name)))
-    if beside:
-        text = f"{args.dataset} is one split, and there is `{beside[0]}` beside it: did you mean {above}?"
-        print(printable(text), file=sys.stderr)
+    say_above(args.dataset)
     from ..data import load_splits
 
     columns = {"image_column": args.image_column, "label_column": args.label_column}
     return load_splits(args.dataset, **columns, allow_outside=args.allow_outside, allow_new_classes=True)
+
+
+def say_above(dataset: str) -> None:
+    """Ask whether the folder above is meant, where one is named that is only a split."""
+    above = os.path.normpath(os.path.join(dataset, os.pardir))
+    others = {"train", "validation", "val", "test"} - {os.path.basename(os.path.abspath(dataset))}
+    beside = sorted(name for name in others if len(others) < 4 and os.path.isdir(os.path.join(above, name)))
+    if beside:
+        text = f"{dataset} is one split, and there is `{beside[0]}` beside it: did you mean {above}?"
+        print(printable(text), file=sys.stderr)
 
 
 def label_arguments(parser: argparse.ArgumentParser) -> None:

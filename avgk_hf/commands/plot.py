@@ -104,8 +104,8 @@ def _splits(data: Any, allow_outside: bool) -> tuple[Any, Any]:
     for name in names:
         if name not in splits:
             raise ValueError(
-                f"the dataset {data.dataset!r} has no split {name!r}, only {list(splits)}. A run from Python records"
-                " how it was made where it is told: `AvgKTrainer(..., dataset_name=..., validation_per_class=...)`."
+                f"the dataset {data.dataset!r} has no split {name!r}, only {list(splits)}: a run from Python records"
+                " how validation was taken from train where `load_splits(..., validation_per_class=...)` took it."
             )
     if data.on_bad_image != "skip":
         return splits[names[0]], splits[names[1]]

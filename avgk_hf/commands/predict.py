@@ -31,7 +31,7 @@ LONGER, ENOUGH = 1.25, 10  # times the K that was asked for, of so many images: 
 MOST_NAMES = 5  # classes that are counted on the screen
 UNKNOWN = (
     "longer sets than asked for: these images may differ from those of the calibration, or show classes that the model"
-    " does not know. Such a class is never listed, and a wrong one may score high."
+    " was not taught. It cannot recognise such a class, and a wrong one may score high."
 )
 SOURCE = "image files, folders, lists (.txt), WebDataset .tar, .parquet, saved datasets, or datasets on the Hub"
 
@@ -181,7 +181,10 @@ def _say(args: argparse.Namespace, column: str, tally: Any, new: str) -> None:
         text = f"{args.model}, {_words(column, value)}: {total / number:.2f} classes on average over {images}{new}"
         print(printable(text), file=sys.stderr)
         if below := tally.below[value]:
-            text = f"of these, {below:,} show no class that reaches the threshold: the best is listed all the same"
+            text = (
+                f"of these, {below:,} show{'s' * (below == 1)} no class that reaches the threshold: the best is listed"
+            )
+            text += " all the same"
             print(f"{text} (--min-size 0 leaves them empty)", file=sys.stderr)
         if column == "k" and number >= ENOUGH and total / number > LONGER * float(value):
             print(UNKNOWN, file=sys.stderr)

@@ -44,6 +44,13 @@ def check_folder(folder: Path) -> None:
             _check_readme(path)
 
 
+def check_linked(folder: Path) -> None:
+    """Refuse a linked folder, whose images `datasets` would leave out without a word."""
+    for entry in _entries(folder):
+        if entry.is_symlink() and entry.is_dir():
+            raise ValueError(f"{entry.path} is a link to a folder, and is not followed: link its files, or copy it.")
+
+
 def _roots(dataset: str) -> list[str]:
     """Where the files of a folder may lie, those of a snapshot of the Hub in its blobs too; or those of a Hub id."""
     if not Path(dataset).is_dir():

@@ -1,5 +1,6 @@
 """The dataset contract: splits with `image`, `label` (ClassLabel) and `index`, the position in the split."""
 
+import re
 import sys
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
@@ -23,6 +24,7 @@ logger = logging.get_logger(__name__)
 ON_BAD_IMAGE = ("error", "skip")
 MOST_BYTES = 2**26  # of a list in an archive; CUB's largest has 700,000
 TAKE = "validation_per_class"  # the field that takes validation images from train
+TAKEN = f"{TAKE}={{}}, split_seed={{}}"  # the description of a dataset that was taken so
 
 
 @contextmanager
@@ -198,7 +200,15 @@ def split_validation(splits: DatasetDict, per_class: int, seed: int = 0) -> Data
     taken = np.zeros(len(labels), dtype=bool)
     taken[by_class[place < np.repeat(given, counts)]] = True
     parts = {"train": as_split(train, ~taken, "train"), "validation": as_split(train, taken, "validation")}
+    parts["validation"].info.description = TAKEN.format(per_class, seed)
     return DatasetDict({**parts, **{name: split for name, split in splits.items() if name != "train"}})
+
+
+def taken_as(dataset: Any) -> dict[str, int]:
+    """The arguments by which `split_validation` took these images from train; none for others."""
+    text = getattr(getattr(dataset, "info", None), "description", None) or ""
+    found = re.fullmatch(TAKEN.format(r"([1-9]\d{0,8})", r"(\d{1,9})"), text)
+    return dict(zip((TAKE, "split_seed"), map(int, found.groups()), strict=True)) if found else {}
 
 
 def as_split(dataset: Dataset, rows: np.ndarray, name: str) -> Dataset:
@@ -276,6 +286,11 @@ def collate(examples: list[dict[str, Any]] | dict[str, Any]) -> dict[str, Any]:
     Labels may be called `label` or `label_ids`, as for transformers' own collator.
     """
     batch = examples if isinstance(examples, dict) else default_collate(examples)
+    if not isinstance(batch, dict):
+        raise ValueError(
+            f"an example of the dataset is a {type(examples[0]).__name__}, and not a mapping with `pixel_values` and"
+            " `labels`: take `prepare(load_splits(FOLDER)['train'], model)`."
+        )
     for name in ("label", "label_ids"):
         if name in batch:
             batch.setdefault("labels", batch.pop(name))
@@ -291,6 +306,13 @@ def check_prepared(name: str, dataset: Any) -> None:
     stored = isinstance(dataset, Dataset) and dataset.format["type"] != "custom"
     if stored and "image" in dataset.column_names and "pixel_values" not in dataset.column_names:
         raise ValueError(f"{name} holds images as they are stored, not as the model takes them: `prepare(it, model)`.")
+
+
+def check_one_split(dataset: Any) -> None:
+    """Refuse what is not one split of `load_splits`: a name, all splits at once, a dataset of another package."""
+    if not hasattr(dataset, "column_names") or isinstance(dataset, dict):
+        given = f"the splits {list(dataset)}" if isinstance(dataset, dict) else f"a {type(dataset).__name__}"
+        raise ValueError(f"the dataset is {given}: give one split, e.g. `load_splits(FOLDER)['validation']`.")
 
 
 def check_length(name: str, dataset: Any) -> None:

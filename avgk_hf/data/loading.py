@@ -23,7 +23,7 @@ from datasets.exceptions import DatasetGenerationError
 from datasets.packaged_modules.imagefolder.imagefolder import ImageFolder
 
 from ..checks import check_dataset, reason_of
-from .boundary import Inside, Refused, check_builder, check_folder, check_images
+from .boundary import Inside, Refused, check_builder, check_folder, check_images, check_linked
 from .cifar import is_cifar_archive, load_cifar
 from .classes import check_new_classes, class_names, nfc, with_classes
 from .cub import is_cub, load_cub
@@ -140,6 +140,7 @@ def _read(
         raise ValueError(f"dataset={dataset!r} is an empty folder; images belong in {dataset}/train/<class>/.")
     saved = (folder / "dataset_dict.json").exists() or (folder / "dataset_info.json").exists()
     if folder.is_dir() and not saved:
+        check_linked(folder)
         _check_parquet(folder, label_column)
     try:
         if saved:

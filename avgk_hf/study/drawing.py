@@ -21,6 +21,7 @@ LINES = [("-", "o"), ("--", "s"), (":", "^"), ("-.", "D"), ((0, (1, 1)), "v"), (
 HATCHES = ["", "///", "...", "xx"]
 MOST_CHARACTERS = 120  # of a name
 _said: set[str] = set()  # characters that no font draws; the first of them are said, once
+_spelt_here: set[str] = set()  # names in the picture that is being drawn
 FONTS = ("CJK", "Noto Sans", "Source Han", "WenQuanYi", "Unicode", "YaHei", "PingFang", "Hiragino", "Gothic")
 NO_TEXT = ("Color", "Last Resort")  # emoji that matplotlib cannot draw, and boxes in place of every character
 
@@ -83,6 +84,7 @@ def _spelt(name: str) -> str:
         return name
     from anyascii import anyascii
 
+    _spelt_here.add(name)
     return " ".join("".join(f" {anyascii(c)} " if c in missing else c for c in name).split())
 
 
@@ -129,6 +131,10 @@ def drawn_axis(
 
 def save(figure: Any, path: str | Path, **how: Any) -> None:
     path = Path(path)
+    if _spelt_here:
+        note = "some names in Latin letters, for want of a font"
+        figure.text(0.998, 0.002, note, ha="right", va="bottom", fontsize=5, color="0.45")
+        _spelt_here.clear()
     with new_file(path if path.suffix else path.with_name(f"{path.name}.png")) as new:
         figure.savefig(new, dpi=130, **how)
     pyplot().close(figure)

@@ -158,7 +158,7 @@ def set_size_histogram(counts: dict[str, Sequence[int]], path: str | Path, title
         title: Above the axes.
     """
     width, largest = 0.8 / len(counts), 0
-    with drawn_axis(path, "classes in the set", "% of images", title, height=3.6, names=counts) as axis:
+    with drawn_axis(path, "classes in the set", "% of images", title, height=3.8, names=counts, below=True) as axis:
         for i, (name, series) in enumerate(counts.items()):
             sizes, shares = np.arange(len(series)), np.asarray(series) / max(sum(series), 1)
             mean, number = f"mean {np.dot(sizes, shares):.2f}", f"{sum(series):,} images"
@@ -211,28 +211,26 @@ def accuracy_curve(
     return True
 
 
-def tradeoff_curve(curves: dict[str, Sequence[Sequence[float]]], path: str | Path, title: str = "") -> bool:
-    """Coverage against mean set size on validation, sets beside top-K, two lines for each run.
+def tradeoff_curve(rows: Sequence[Sequence[float]], path: str | Path, title: str = "") -> bool:
+    """Coverage against mean set size on validation, sets beside top-K.
 
     Args:
-        curves: For each run, rows as `SetStatistics.curve` gives them: K, lambda_val, size, coverage, top-K accuracy.
+        rows: As `SetStatistics.curve` gives them: K, lambda_val, size, coverage, top-K accuracy.
         path: PNG or SVG to write.
         title: Above the axes.
 
     Returns:
         Whether there is anything to draw: a calibration for K = 1 only makes no line.
     """
-    if _single(curves.values()):
+    if len(rows) < 2:
         return False
     labels = "classes in a set, mean on validation", "sets with the true class (%)"
-    with drawn_axis(path, *labels, title, names=curves) as axis:
-        for i, (name, rows) in enumerate(curves.items()):
-            sizes, coverages = [row[2] for row in rows], [100 * row[3] for row in rows]
-            run = f"{whole(name)}, " if len(curves) > 1 else ""
-            axis.plot(sizes, coverages, label=f"{run}sets, of this size on average", **look(i))
-            top = [(row[0], 100 * row[4]) for row in rows if float(row[0]).is_integer()]
-            open_marks = {**look(i), "markerfacecolor": "white", "alpha": 0.6}
-            axis.plot(*zip(*top, strict=True), label=f"{run}top-K, so many for every image", **open_marks)
+    with drawn_axis(path, *labels, title) as axis:
+        sizes, coverages = [row[2] for row in rows], [100 * row[3] for row in rows]
+        axis.plot(sizes, coverages, label="sets, of this size on average", **look(0))
+        top = [(row[0], 100 * row[4]) for row in rows if float(row[0]).is_integer()]
+        open_marks = {**look(0), "markerfacecolor": "white", "alpha": 0.6}
+        axis.plot(*zip(*top, strict=True), label="top-K, so many for every image", **open_marks)
     return True
 
 
