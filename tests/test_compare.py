@@ -167,7 +167,7 @@ def test_tuning_never_reads_the_test_split(config, image_folder, tmp_path, capsy
     shutil.copytree(image_folder, data)
     for path in (data / "test").rglob("*.png"):
         path.write_bytes(b"no image")
-    config.write_text(config.read_text().replace("[0.02, 0.1]", "[0.02, 1.0e+30]") + "tune_k: 2\nsweeps: []\n")
+    config.write_text(config.read_text().replace("[0.02, 0.1]", "[0.02, 1.0e+30]") + "tune_k: 2\n")
     assert main(["compare", str(config), "--dataset", str(data)]) == 2
     error = capsys.readouterr().err
     assert "cannot be read as an image" in error and str(data / "test") in error
@@ -211,18 +211,13 @@ def test_two_shells_share_the_work_and_one_is_killed(config, tmp_path):
 
 @pytest.mark.long
 def test_glyphs_come_with_yardsticks(config, tmp_path, monkeypatch):
-    """Few images of the real generator: new ones for every seed, bounds, more data, and the curve of a sweep."""
+    """Few images of the real generator: new ones for every seed, bounds, and more data."""
     monkeypatch.setattr(glyphs, "train_counts", lambda: np.repeat([1, 3], len(CHARACTERS) // 2))
     monkeypatch.setattr(glyphs, "VALIDATION_IMAGES", 50)
     monkeypatch.setattr(glyphs, "TEST_IMAGES", 40)
     monkeypatch.setattr("avgk_hf.study.report.BOUND_IMAGES", 20)
-    whole, diverged = {"mean": 0.9, "half_width": None, "n": 1, "diverged": 0}, {"mean": None, "n": 0, "diverged": 1}
-    rows = [{"values": {"alpha": alpha}, **(whole if alpha < 9 else diverged)} for alpha in (1, 3, 9)]
-    sweep = {"search": {"alpha": [1, 3, 9]}, "summary": rows}
-    (tmp_path / "sweep-alpha").mkdir()
-    (tmp_path / "sweep-alpha" / "sweep.json").write_text(json.dumps(sweep))
     text = config.read_text().replace("  avgk: {alpha: [0.1, 10.0]}\n", "").replace("budget: 2", "budget: 1")
-    config.write_text(text + f"more_data: 2\nsweeps: [{tmp_path / 'sweep-alpha'}, {tmp_path / 'none'}]\n")
+    config.write_text(text + "more_data: 2\n")
     small = ["--dataset", "glyphs", "--in_chans", "1", "--cache_images", "true"]
     assert main(["compare", str(config), *small]) == 0
     out = tmp_path / "out"
@@ -237,9 +232,7 @@ def test_glyphs_come_with_yardsticks(config, tmp_path, monkeypatch):
     assert row["to_best"]["bound from outlines"] == pytest.approx(distance) and distance > 0
     text = (out / "report.md").read_text()
     assert "to bound from noise" in text and "upper bound" in text
-    assert (out / "sensitivity_sweep-alpha.svg").is_file() and json.loads((out / "bounds.json").read_text())[
-        "images"
-    ] == 20
+    assert json.loads((out / "bounds.json").read_text())["images"] == 20
 
 
 def test_the_study_of_glyphs_is_fair(tmp_path):

@@ -21,7 +21,6 @@ from .plots import (
     in_both_formats,
     learning_curves,
     set_size_histogram,
-    sweep_curve,
 )
 from .seeds import against, intervals
 from .spec import Comparison, Results, Run, best_of_curve, choose, finished, plan
@@ -348,14 +347,6 @@ def write_comparison(comparison: Comparison, so_far: bool = False) -> str:
     _draw_learning(comparison, results, folder)
     for loss, rows in summary.get("balance_curves", {}).items():
         in_both_formats(balance_curves, folder / f"balance_{loss}", rows)
-    for sweep in comparison.sweeps:
-        path = Path(sweep) / "sweep.json"
-        content = read_json(path) if path.is_file() else {"search": {}}
-        if len(content["search"]) == 1:
-            (name,) = content["search"]
-            whole = [row for row in content["summary"] if row["n"] and not row["diverged"]]
-            points = [{"value": row["values"][name], **row} for row in whole]
-            in_both_formats(sweep_curve, folder / f"sensitivity_{Path(sweep).name}", points, name=name)
     return text
 
 

@@ -109,7 +109,6 @@ class Comparison:
         baseline: The loss that the others are compared with.
         more_data: For glyphs: train the baseline also on so many times the images, as a yardstick; 0 for none.
         balances: Balances that are measured besides 0, among `scope.GRID`, or `"auto"`; by default none.
-        sweeps: Folders of `avgk sweep`, whose curves are drawn where they exist.
         output_dir: Folder for results, table and pictures.
         overrides: Further `--field value` arguments for the recipe.
     """
@@ -126,13 +125,10 @@ class Comparison:
     baseline: str = "ce"
     more_data: int = 0
     balances: list[Any] = field(default_factory=list)
-    sweeps: list[str] = field(default_factory=list)
     output_dir: str = "runs/compare"
     overrides: list[str] = field(default_factory=list)
 
     def __post_init__(self) -> None:
-        if not isinstance(self.sweeps, list) or not all(isinstance(sweep, str) for sweep in self.sweeps):
-            raise ValueError(f"sweeps={self.sweeps!r} must be a list of folders.")
         self._check_searches()
         if not isinstance(self.balances, list) or not all(each in (*GRID, "auto") for each in self.balances):
             raise ValueError(f"balances={self.balances!r} must be a list, each among {[*GRID, 'auto']}.")
