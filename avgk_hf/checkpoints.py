@@ -372,7 +372,9 @@ def last_checkpoint(run: str | Path, warn: bool = True) -> Path | None:
 def where_to_go_on(run: str | Path, command: str = "`--resume_from_checkpoint last`") -> str:
     """A sentence for an error: the last checkpoint and how to resume."""
     last = last_checkpoint(run, warn=False)
-    return f"The last checkpoint is {last}; go on with {command}." if last else f"There is no checkpoint in {run} yet."
+    if last is None:
+        return f"There is no checkpoint in {run} yet: start it again."
+    return f"The last checkpoint is {last}; go on with {command}."
 
 
 @contextmanager

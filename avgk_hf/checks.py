@@ -54,10 +54,13 @@ def check_k(k: float, num_labels: int | None = None) -> float:
     k = plain(k)
     below = math.inf if num_labels is None else num_labels
     if not is_number(k) or not 1 <= k < below:
-        wanted = "[1, L)" if num_labels is None else f"[1, {num_labels}) for {num_labels} classes"
+        wanted = "from 1 to below the number of classes"
+        wanted = (
+            f"a number {wanted}" if num_labels is None else f"a number in [1, {num_labels}) for {num_labels} classes"
+        )
         remedy = f"Set it to e.g. `k={min(2, below - 1)}`." if below > 1 else "One class makes no sets: give more."
         shown = k_key(k) if is_number(k) and math.isfinite(k) else repr(k)
-        raise ValueError(f"k={shown} must be a number in {wanted}: the average number of classes in a set. {remedy}")
+        raise ValueError(f"k={shown} must be {wanted}: the average number of classes in a set. {remedy}")
     return k
 
 
@@ -195,10 +198,10 @@ def read_config(folder: Path) -> dict[str, Any]:
     if not (folder / "config.json").is_file():
         inside = sorted(path.parent for path in folder.glob("*/config.json"))
         remedy = (
-            f"did you mean '{inside[0]}'?"
-            if inside
-            else "name the folder of a trained or saved model, e.g. runs/plants."
+            f"did you mean '{inside[0]}'?" if inside else "name that of a trained or saved model, e.g. runs/plants."
         )
+        if inside and all(path.name.startswith("checkpoint-") for path in inside):
+            remedy = f"its training was stopped, and goes on with `--resume_from_checkpoint last`. {remedy}"
         raise FileNotFoundError(f"{folder} is no model, it holds no config.json: {remedy}")
     return read_json(folder / "config.json")
 

@@ -57,6 +57,12 @@ def build_parser(*names: str) -> argparse.ArgumentParser:
     return parser
 
 
+def _who_has(option: str) -> list[str]:
+    """The commands with an option."""
+    parsers = next(each for each in build_parser()._actions if isinstance(each.choices, dict)).choices
+    return [f"`avgk {name}`" for name, parser in parsers.items() if option in parser._option_string_actions]
+
+
 def find(name: str) -> ModuleType:
     """The file of a command."""
     return importlib.import_module(f"avgk_hf.commands.{name}")
@@ -76,7 +82,10 @@ def main(arguments: list[str] | None = None) -> int:
     args, unknown = parser.parse_known_args(words)
     if unknown and "overrides" not in args:
         own = next(action for action in parser._actions if isinstance(action.choices, dict)).choices[args.command]
-        own.error(f"unrecognized arguments: {' '.join(unknown)}", unknown[0], own._option_string_actions)
+        text = f"unrecognized arguments: {' '.join(unknown)}"
+        if others := _who_has(unknown[0].partition("=")[0]):
+            own.error(f"{text}; {unknown[0].partition('=')[0]} is an option of {', '.join(others)}")
+        own.error(text, unknown[0], own._option_string_actions)
     args.overrides = unknown
     try:
         file = None if found.log is None else open_log(found.log)

@@ -112,6 +112,7 @@ class Listed:
                     **trained,
                     "images": count,
                     "k": plain_number(self.k),
+                    **({"balance": balance} if (balance := self.calibration.balance) else {}),
                     "found": int(hits[j]),
                     "accuracy": round(hits[j] / count, 4) if count else None,
                     "named_first": round(right[j] / count, 4) if count else None,
@@ -178,7 +179,7 @@ class Listed:
             if self.labels is not None:
                 true = int(self.labels[image])
                 known = {"true_species": self.names[true], "true_in_set": "yes" if true in classes else "no"}
-            found.append({"image": path} | known | row(path, ("k", self.k), names))
+            found.append({"image": path} | known | row(path, ("k", self.k), names, balance=self.calibration.balance))
         return found
 
     def stored(self, image: int) -> dict[str, Any]:

@@ -193,7 +193,7 @@ class Predictor:
         for name, error in zip(batch.names, batch.errors, strict=True):
             found = next(sets) if error is None else [[]] * len(self.answers)
             for (asked, answer), own in zip(self.answers, found, strict=True):
-                rows.append(row(name, asked, own, error, answer.lambda_val))
+                rows.append(row(name, asked, own, error, answer.lambda_val, self.calibration.balance))
         return rows
 
     def _sets(self, images: torch.Tensor, name: str) -> list[tuple[list[dict[str, Any]], ...]]:

@@ -1,11 +1,11 @@
 """Predicted sets as rows of a table: one for each image and question, as CSV, JSON lines or Parquet.
 
-A row is a mapping: `image`, what was asked for under its own name (`k`, `coverage`, ...), `size`, `below_threshold`,
-whether no class reached the threshold and the best is listed all the same, `set`, a list of `{"label", "score"}`, best
-first, and `error`, why there is none. In CSV, which people open in a spreadsheet, a set is the cells `best` and
-`best_score`, and of all its classes `classes` and `scores`, joined by ` | `. No cell begins like a formula there: one
-that would has an apostrophe before it. A CSV file begins with a byte order mark, without which Excel garbles names in
-other scripts.
+A row is a mapping: `image`, what was asked for under its own name (`k`, `coverage`, ...), with a balance other than 0
+`balance`, `size`, `below_threshold`, whether no class reached the threshold and the best is listed all the same,
+`set`, a list of `{"label", "score"}`, best first, and `error`, why there is none. In CSV, which people open in a
+spreadsheet, a set is the cells `best` and `best_score`, and of all its classes `classes` and `scores`, joined by ` |
+`. No cell begins like a formula there: one that would has an apostrophe before it. A CSV file begins with a byte order
+mark, without which Excel garbles names in other scripts.
 """
 
 import csv
@@ -32,6 +32,7 @@ def row(
     found: list[dict[str, Any]],
     error: str | None = None,
     lambda_val: float | None = None,
+    balance: float = 0.0,
 ) -> Row:
     """One row: the set of an image, and whether its best class is below the threshold, or why there is no set."""
     name, value = asked
@@ -39,7 +40,8 @@ def row(
     below = bool(found) and lambda_val is not None and found[0]["score"] < lambda_val
     sizes = {"size": len(found), "below_threshold": below}
     error = None if error is None else plain_text(error)
-    return {"image": plain_text(image), name: plain_number(value), **sizes, "set": found, "error": error}
+    asked_for = {name: plain_number(value), **({"balance": plain_number(balance)} if balance else {})}
+    return {"image": plain_text(image), **asked_for, **sizes, "set": found, "error": error}
 
 
 def plain_number(value: float) -> float:

@@ -16,7 +16,7 @@ from transformers import set_seed
 from transformers.utils import logging
 
 from .calibration import Calibration
-from .checkpoints import after_the_model, where_to_go_on
+from .checkpoints import after_the_model, last_checkpoint, where_to_go_on
 from .data import class_counts, load_splits, prepare, skip_bad_images
 from .data.classes import check_new_classes
 from .data.datasets import TAKE, check_split, keep_aside, split_validation
@@ -258,6 +258,11 @@ def _refuse_finished(args: AvgKTrainingArguments) -> None:
             raise FileExistsError(
                 f"{folder} holds a finished training, which is kept: name another folder with `--output_dir`{rest}, or"
                 f" replace it with `{OVERWRITE}`."
+            )
+        if last_checkpoint(folder, warn=False):
+            raise FileExistsError(
+                f"{folder} holds a training that was stopped: go on with `--resume_from_checkpoint last`, or begin"
+                f" anew with `{OVERWRITE}`."
             )
 
 

@@ -1138,7 +1138,9 @@ def test_training_and_commands_skip_bad_images(spoilt, tmp_path, capsys, monkeyp
     warnings = []
     monkeypatch.setattr("avgk_hf.train.logger.warning", warnings.append)
     train([str(recipe), *options, "--on_bad_image", "skip"])
-    assert warnings == ["1 of 6 classes have no training image, e.g. 'oak': they count as few shot."]
+    assert warnings == [
+        "1 of 6 classes have no training image, e.g. 'oak': they cannot be learnt, and count as few shot."
+    ]
     results = json.loads((tmp_path / "run" / "results.json").read_text())
     assert results["skipped"] == {"train": 2, "validation": 1, "test": 1}
     config, details = (

@@ -153,7 +153,7 @@ BAD = {
     "a misspelt one": ({"inputs": SENT, "parameters": {"max_sizes": 2}}, "'max_sizes', which is unknown"),
     "that of others": ({"inputs": SENT, "parameters": {"top_k": 2}}, "parameters has 'top_k', which is unknown"),
     "one of Python": ({"inputs": SENT, "parameters": {"self": 2}}, "parameters has 'self', which is unknown"),
-    "k as a word": ({"inputs": SENT, "parameters": {"k": "two"}}, "k='two' must be a number in [1, L)"),
+    "k as a word": ({"inputs": SENT, "parameters": {"k": "two"}}, "k='two' must be a number from 1 to below"),
     "k as a list": ({"inputs": SENT, "parameters": {"k": [2]}}, "k=[2] must be a number"),
     "an endless word": ({"inputs": SENT, "parameters": {"k": "9" * 10**6}}, "k='999"),
     "k out of range": ({"inputs": SENT, "parameters": {"k": 5}}, "no threshold is stored for k=5"),

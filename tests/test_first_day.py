@@ -667,3 +667,73 @@ def test_predict_counts_first_names_and_tables_mark_guesses(trained_run, image_f
     assert all(row["below_threshold"] is (row["set"][0]["score"] < 0.99) for row in found)
     assert main(["predict", source[0], str(next((image_folder / "test").rglob("*.png")))]) == 0
     assert "named first" not in capsys.readouterr().err  # of one image that says nothing
+
+
+def test_a_misspelt_class_is_not_let_through_by_init(tmp_path, monkeypatch, capsys):
+    """`init` allows classes that cannot be learnt, but not one that has nearly the name of another."""
+    monkeypatch.chdir(tmp_path)
+    for split, number, name in (("train", 9, "Érable rouge"), ("test", 2, "erable_rouge")):
+        write_images(tmp_path / "trees" / split, dict.fromkeys(CLASSES, number))
+        (tmp_path / "trees" / split / "elm").rename(tmp_path / "trees" / split / name)
+    assert main(["init", "trees", "--out", "trees.yaml", "--model", "test_resnet"]) == 0
+    assert "no training image of erable_rouge (did you mean Érable rouge?)\n" in capsys.readouterr().out
+    assert "\nallow_new_classes" not in Path("trees.yaml").read_text()
+    assert main(["train", "trees.yaml", "--pretrained", "false"]) == 2
+    assert "split 'test' has 1 classes without an image in 'train', e.g. 'erable_rouge'" in capsys.readouterr().err
+    (tmp_path / "trees" / "test" / "erable_rouge").rename(tmp_path / "trees" / "test" / "水杉")
+    assert main(["init", "trees", "--out", "others.yaml", "--model", "test_resnet"]) == 0
+    assert "no training image of 水杉\n" in capsys.readouterr().out
+    assert "\nallow_new_classes: true" in Path("others.yaml").read_text()
+
+
+def test_mistakes_of_a_hurry(trained_run, image_folder, tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    run, photos = str(trained_run), str(image_folder / "test")
+
+    def said(*command):
+        assert main(list(command)) == 2
+        return capsys.readouterr().err
+
+    for command in (["predict", photos, run], ["evaluate", photos, run], ["calibrate", photos, run]):
+        assert f"{photos} is no model, and {run} is one: name the model first." in said(*command)
+    Path("sets.csv").write_text("mine")
+    assert "--out sets.csv gets metrics as JSON" in said("evaluate", run, str(image_folder), "--out", "sets.csv")
+    assert Path("sets.csv").read_text() == "mine"
+    for command, others in ((("predict", run, photos, "--per-species", "x.csv"), "`avgk evaluate`"),):
+        with pytest.raises(SystemExit):
+            main(list(command))
+        assert f"--per-species is an option of {others}" in capsys.readouterr().err
+    assert main(["evaluate", run, str(image_folder), "--unsure", "2"]) == 0
+    assert Path(f"runs/unsure-{trained_run.name}/unsure.csv").is_file()
+    Path("stopped/checkpoint-3").mkdir(parents=True)
+    Path("stopped/checkpoint-3/config.json").write_text("{}")
+    assert "its training was stopped, and goes on with `--resume_from_checkpoint last`" in said("info", "stopped")
+
+
+def test_a_training_that_was_stopped_is_kept(recipe, tmp_path, capsys):
+    command = ["train", str(recipe), "--output_dir", str(tmp_path / "run"), "--num_train_epochs", "1"]
+    command += ["--save_strategy", "epoch"]
+    assert main(command) == 0
+    (tmp_path / "run" / "results.json").unlink()  # as if it had been stopped after its checkpoint
+    assert main(command) == 2
+    assert "holds a training that was stopped: go on with `--resume_from_checkpoint last`" in capsys.readouterr().err
+    assert main([*command, "--k", "two"]) == 2
+    assert "k='two' is no number, e.g. 2." in capsys.readouterr().err
+    assert main([*command, "--resume_from_checkpoint", "last"]) == 0
+
+
+def test_a_balance_leaves_a_trace(trained_run, image_folder, tmp_path, capsys):
+    source, out = [str(trained_run), str(image_folder / "test")], tmp_path / "sets.csv"
+    for options, column in (([], False), (["--balance", "0.5"], True)):
+        assert main(["predict", *source, *options, "--out", str(out)]) == 0
+        said = capsys.readouterr().err
+        with open(out, encoding="utf-8-sig", newline="") as file:
+            rows = list(csv.DictReader(file))
+        assert all(row.get("balance") == ("0.5" if column else None) for row in rows)
+        assert (", balance 0.5: " in said) == ("scores are no probabilities" in said) == column
+    assert main(["evaluate", *source[:1], str(image_folder), "--balance", "0.5", "--per-species", f"{out}.csv"]) == 0
+    assert ": 30 images, balance 0.5\n" in capsys.readouterr().out
+    with open(f"{out}.csv", encoding="utf-8-sig", newline="") as file:
+        assert {row["balance"] for row in csv.DictReader(file)} == {"0.5"}
+    assert main(["info", str(trained_run)]) == 0
+    assert "(without --balance it is 0)" in capsys.readouterr().out

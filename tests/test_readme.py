@@ -4,6 +4,7 @@ import re
 import shlex
 import shutil
 from pathlib import Path
+from zlib import crc32
 
 import pytest
 
@@ -63,7 +64,7 @@ def commands_of(block: str) -> list[list[str]]:
             arguments += QUICK
             arguments += ["--seeds", "2"] * ("--seeds" in arguments and arguments[0] == "train")
         if arguments[0] == "app" and "--space" not in arguments:  # all but the server, which would not end
-            arguments += ["--space", f"runs/app-{len(arguments)}"]
+            arguments += ["--space", f"runs/app-{crc32(repr(arguments).encode())}"]
         found.append(arguments)
     return found
 

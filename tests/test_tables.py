@@ -266,7 +266,7 @@ def test_wrong_folders_and_k_are_refused_before_torch_is_imported(model_folder, 
         f"app {model} --noun /": "is no word",
         f"app {model} --port 70000": "must lie in 1 to 65535",
         "train nowhere.yaml": "there is no recipe",
-        f"train {recipe}": "k=0.5 must be a number in [1, L)",
+        f"train {recipe}": "k=0.5 must be a number from 1 to below",
         f"train {recipe} --k 2 --dataset=./nowhere": "there is no such folder",
     }
     run = subprocess.run([sys.executable, "-c", EARLY, *commands], capture_output=True, text=True)

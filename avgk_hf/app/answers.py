@@ -95,12 +95,12 @@ class Answers:
     def rows(self, name: str, scores: dict[str, Tensor] | str) -> list[Row]:
         """The sets of an image for every recorded K, or why there is none, as `avgk predict` writes them."""
         if isinstance(scores, str):
-            return [row(name, ("k", k), [], scores) for k in self.ks]
+            return [row(name, ("k", k), [], scores, balance=self.balance) for k in self.ks]
         found = []
         for k in self.ks:
             classes, own, lambda_val = self.image_set(scores, k=k)
             labels = [{"label": self.config.id2label[j], "score": own[j].item()} for j in classes]
-            found.append(row(name, ("k", k), labels, None, lambda_val))
+            found.append(row(name, ("k", k), labels, None, lambda_val, self.balance))
         return found
 
     def table_html(self, rows: list[Row], k: float, left: int = 0) -> str:

@@ -187,8 +187,8 @@ def _balance(answers: Answers) -> gr.Slider | gr.State:
         answers.balances[-1],
         answers.balance,
         step=math.gcd(*(round(100 * each) for each in answers.balances)) / 100,
-        label=f"Balance: 0, every image counts alike; 1, every {answers.one} does",
-        info=f"rare {answers.many} get in more easily to the right; recorded"
+        label=f"Favour rare {answers.many} (balance)",
+        info=f"0: every image counts alike, 1: every {answers.one} does; recorded"
         f" {', '.join(f'{b:g}' for b in answers.balances)}",
         interactive=True,
         buttons=[],

@@ -47,7 +47,7 @@ def arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--per-species", metavar="FILE", help=table)
     longest = "the N images with the longest sets, to look at or label first: a list and a contact sheet"
     parser.add_argument("--unsure", type=int, metavar="N", help=longest)
-    parser.add_argument("--unsure-out", metavar="DIR", default="runs/unsure", help="folder for them (%(default)s)")
+    parser.add_argument("--unsure-out", metavar="DIR", help="folder for them (runs/unsure-MODEL)")
     parser.add_argument("--out", help="JSON file to write the metrics to")
 
 
@@ -83,6 +83,9 @@ def run(args: argparse.Namespace) -> int:
     check_model(args.model, args.k, dataset=args.dataset, levels=args.coverage or ())
     check_pictures(args.plot, args.per_species, args.unsure)
     quiet_unless_first()
+    if args.out and Path(args.out).suffix.lower() != ".json":
+        remedy = "a table of the classes is --per-species FILE, the sets of images are written by `avgk predict`"
+        raise ValueError(f"--out {args.out} gets metrics as JSON: name a file that ends with .json ({remedy}).")
     if args.per_species:
         check_ending(args.per_species)
     if args.unsure is not None and args.unsure < 1:
@@ -104,11 +107,12 @@ def run(args: argparse.Namespace) -> int:
     metrics, *left_out = measure(model, split, args, listed=[listed] if listed else (), **how)
     if not is_first_process():
         return 0
-    if args.out:
-        write_text(args.out, json.dumps(metrics, indent=2) + "\n")
     say_split(split, args)
     print_metrics(metrics, args, monitor.k if "num_images" in metrics else getattr(model.config, "k", None))
     say_guessing(metrics, left_out[1], model.config)
+    if args.out:
+        write_text(args.out, json.dumps(metrics, indent=2) + "\n")
+        say_written(args.out, "all metrics", args)
     if not monitor.drifted and not args.json:  # a drift was said already
         print(monitor.message())
     if args.plot:
@@ -146,13 +150,14 @@ def _show_sets(listed: Any, args: argparse.Namespace, name: str) -> dict[Path, s
             print("no two classes are listed together often, so there is no picture of them.", file=sys.stderr)
     if args.unsure:
         images = listed.longest(args.unsure)
-        table, picture = Path(args.unsure_out) / "unsure.csv", Path(args.unsure_out) / "contact_sheet.png"
+        place = Path(args.unsure_out or f"runs/unsure-{name.replace('/', '-')}")
+        table, picture = place / "unsure.csv", place / "contact_sheet.png"
         with written_to(table) as write:
             write({**each, "image": _as_typed(each["image"], args.dataset)} for each in listed.rows(images))
         shown, (sets, scores) = images[:SHOWN_IMAGES], zip(*map(listed.set_of, images[:SHOWN_IMAGES]), strict=True)
         labels = None if listed.labels is None else listed.labels[shown].tolist()
         pictures = [{**(one := listed.stored(i)), "path": one.get("path") or f"image {i}"} for i in shown]
-        title = f"{asked}: the photographs with the longest sets, as in unsure.csv"
+        title = f"{asked}: the photographs of {name_of(args)} with the longest sets, as in unsure.csv"
         contact_sheet(pictures, sets, labels, listed.names, picture, scores, title, ordered=False)
         files |= {table: f"the {len(images)} images with the longest sets", picture: "the same as pictures"}
     return files
@@ -300,7 +305,8 @@ def say_split(split: Any, args: argparse.Namespace) -> None:
     """What was measured on, before the tables; a stream does not know how much it was."""
     if not args.json and not args.streaming:
         part = f", split {split.split or args.split}" if "label" in split.column_names else ""
-        print(printable(f"{name_of(args)}{part}: {len(split):,} images"), end="\n\n")
+        asked = "" if args.balance in (None, "auto") else f", balance {args.balance:g}"
+        print(printable(f"{name_of(args)}{part}: {len(split):,} images{asked}"), end="\n\n")
 
 
 def say_guessing(metrics: dict[str, float], images: int, config: Any) -> None:

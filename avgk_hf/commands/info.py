@@ -51,6 +51,7 @@ def describe(config: Any, folder: Path) -> dict[str, Any]:
         "hyperparameters": config.hyperparameters if ours else {},
         "k": calibration.k if ours or calibration.ks else None,
         "score": calibration.score,
+        "own_balance": calibration.balance,
         "test_time_augmentation": getattr(config, "test_time_augmentation", "none"),
     }
     heads = {k_key(k): calibration.head(k) for k in calibration.ks}
@@ -124,7 +125,8 @@ def _as_text(name: str, found: dict[str, Any]) -> str:
         "sets hold": f"{asked['classes']:,} of the classes only" if asked["classes"] else "",
     }
     if len(asked["balance"]) > 1:
-        lines["balance"] = f"--balance {', '.join(f'{each:g}' for each in asked['balance'])}"
+        known = ", ".join(f"{each:g}" for each in asked["balance"])
+        lines["balance"] = f"--balance {known} (without --balance it is {found['own_balance']:g})"
     if ks:
         known = ", ".join(f"{k:g}" for k in ks)
         lines["average size"] = f"--k {ks[0]:g} to {ks[-1]:g} (calibrated: {known}; without --k it is {found['k']:g})"

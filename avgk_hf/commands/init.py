@@ -99,7 +99,7 @@ def run(args: argparse.Namespace) -> None:
 
 def recipe_for(splits: Any, args: argparse.Namespace) -> str:
     """The recipe as text: every line that depends on the data says how."""
-    from ..data.inspection import count_images, sample_images, short_form
+    from ..data.inspection import count_images, sample_images, short_form, without_training
 
     if "train" not in splits:
         raise ValueError(f"the dataset has no split 'train', only {list(splits)}: images belong in train/<class>/.")
@@ -111,6 +111,13 @@ def recipe_for(splits: Any, args: argparse.Namespace) -> str:
         parts = f"{given.sum():,} of {counts['train'].sum():,} training images serve as one"
         note = f"\n# no validation split, so {parts}: {taken} of each class, half of a class at most"
         counts = {"train": counts["train"] - given, "validation": given, **others}
+    new = without_training(splits["train"].features["label"].names, counts)
+    if new:
+        shown = [
+            f"{printable(name)}{f' (did you mean {printable(other)}?)' if other else ''}"
+            for name, other in new.items()
+        ]
+        note += f"\n# no training image of {', '.join(shown[:5])}{f' and {len(shown) - 5:,} more' * (len(shown) > 5)}"
     images, classes = int(counts["train"].sum()), len(counts["train"])
     sides, grey = sample_images(splits["train"])
     median = sorted(sides)[len(sides) // 2]
@@ -134,7 +141,7 @@ def recipe_for(splits: Any, args: argparse.Namespace) -> str:
         classes=classes,
         what=FROZEN if frozen else WHOLE,
         how=FROZEN_OPTIM if frozen else WHOLE_OPTIM,
-        data=_data(splits, counts, args, near, taken, frozen),
+        data=_data(splits, args, near, taken, frozen, new),
         output=_quoted(f"runs/{os.path.splitext(os.path.basename(args.out))[0]}"),
         epochs=epochs,
         epochs_reason="of seconds each, after one pass through the network" if frozen else seen,
@@ -159,7 +166,9 @@ def _taken(train: Any) -> tuple[int, Any]:
     return number, given
 
 
-def _data(splits: Any, counts: Any, args: argparse.Namespace, near: list[str], taken: int | None, frozen: bool) -> str:
+def _data(
+    splits: Any, args: argparse.Namespace, near: list[str], taken: int | None, frozen: bool, new: dict[str, str | None]
+) -> str:
     """The data block: names in quotes, because they may hold anything."""
     lines = [f"dataset: {_quoted(args.dataset)}"]
     for column in ("image", "label"):
@@ -174,9 +183,9 @@ def _data(splits: Any, counts: Any, args: argparse.Namespace, near: list[str], t
         lines.append(f"validation_per_class: {taken}  # {why}")
     if "test" not in splits:
         lines.append("# no split is called test, so only validation is reported: name one with `test_split:`")
-    others = [each for name, each in counts.items() if name != "train"]
-    if any(((counts["train"] == 0) & (each > 0)).any() for each in others):
-        lines.append("allow_new_classes: true  # some classes have no training image: `avgk check` names them")
+    if new:  # a name that is nearly one of train is refused by the training
+        allowed = "allow_new_classes: true  # some classes have no training image, and cannot be learnt"
+        lines.append(f"# {allowed}" if any(new.values()) else allowed)
     lines.append("calibration_split: auto  # half of validation is kept for it, where there are images enough")
     kept = "cache_features: true  # what the network makes of each image is computed once and kept, below HF_HOME"
     lines.append(kept if frozen else "augmentation: timm  # random crops and flips")

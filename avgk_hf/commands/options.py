@@ -35,7 +35,12 @@ METHOD = {"default": "lac", "help": "how coverage is reached: lac, aps or raps (
 
 
 def check_model(
-    name: str, ks: list[float] = (), calibrated: bool = True, dataset: str | None = None, levels: list[float] = ()
+    name: str,
+    ks: list[float] = (),
+    calibrated: bool = True,
+    dataset: str | None = None,
+    levels: list[float] = (),
+    images: str | None = None,
 ) -> None:
     """Refuse a model and set sizes that cannot be meant, before torch is imported.
 
@@ -45,10 +50,18 @@ def check_model(
         calibrated: Whether they have to be in the calibrated range.
         dataset: A dataset, whose path has to be there.
         levels: Of coverage.
+        images: Where images are, which may have been named in the model's place.
     """
     from ..checks import check_calibrated, check_dataset, check_k, model_folder, read_config
     from ..conformal import check_level
 
+    other = dataset or images
+    if (
+        other
+        and Path(name).is_dir()
+        and (Path(other) / "config.json").is_file() > (Path(name) / "config.json").is_file()
+    ):
+        raise ValueError(f"{name} is no model, and {other} is one: name the model first.")
     folder = model_folder(name)
     stored = {} if folder is None else read_config(folder)
     labels, thresholds = stored.get("id2label") or stored.get("label_names"), stored.get("thresholds")  # or timm's

@@ -72,7 +72,7 @@ def arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    check_model(args.model, args.k, levels=() if args.coverage is None else (args.coverage,))
+    check_model(args.model, args.k, levels=() if args.coverage is None else (args.coverage,), images=args.images[0])
     if args.cumulative is not None and 1 < args.cumulative < 100:
         raise ValueError(f"cumulative={args.cumulative:g} is no probability; did you mean {args.cumulative / 100:g}?")
     to_folder, args.replaces = _to_folder(args), bool(args.out) and Path(args.out).is_file()
@@ -124,7 +124,7 @@ def run(args: argparse.Namespace) -> int:
                 write(rows)
             _check_some(predictor.tally)
     new = " of this run" * (to_folder and shards.images > predictor.tally.images)
-    _say(args, predictor.column, predictor.tally, new)
+    _say(args, predictor.column, predictor.tally, new, predictor.calibration.balance)
     if world_size > 1:  # whatever started the processes would end the others
         return 0
     _check_some(predictor.tally)
@@ -173,12 +173,13 @@ def _check_some(tally: Any) -> None:
         raise ValueError(text)
 
 
-def _say(args: argparse.Namespace, column: str, tally: Any, new: str) -> None:
+def _say(args: argparse.Namespace, column: str, tally: Any, new: str, balance: float) -> None:
     """Which model answered what and how large the sets are, and what could not be read: beside the rows."""
     number = tally.images - tally.left_out
     for value, total in tally.sizes.items() if number else ():
         images = f"{number} image{'s' * (number != 1)}"
-        text = f"{args.model}, {_words(column, value)}: {total / number:.2f} classes on average over {images}{new}"
+        asked = _words(column, value) + (f", balance {balance:g}" if balance else "")
+        text = f"{args.model}, {asked}: {total / number:.2f} classes on average over {images}{new}"
         print(printable(text), file=sys.stderr)
         if below := tally.below[value]:
             text = (
@@ -188,6 +189,11 @@ def _say(args: argparse.Namespace, column: str, tally: Any, new: str) -> None:
             print(f"{text} (--min-size 0 leaves them empty)", file=sys.stderr)
         if column == "k" and number >= ENOUGH and total / number > LONGER * float(value):
             print(UNKNOWN, file=sys.stderr)
+    if balance and number:
+        print(
+            "with a balance rare classes score higher than they are likely: scores are no probabilities",
+            file=sys.stderr,
+        )
     if sum(tally.first.values()) >= ENOUGH:
         common = [f"{name} {count:,}" for name, count in tally.first.most_common(MOST_NAMES)]
         more = len(tally.first) - len(common)

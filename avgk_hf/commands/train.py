@@ -39,5 +39,5 @@ def _check(arguments: list[str]) -> None:
     try:
         k = float(given.get("k", 1))
     except (TypeError, ValueError):
-        return  # which the parser refuses in its own words
+        raise ValueError(f"k={given['k']!r} is no number, e.g. 2.") from None
     check_k(k)

@@ -27,14 +27,24 @@ def nfc(name: Any) -> str:
     return unicodedata.normalize("NFC", str(name))
 
 
-def nearest(name: str, names: Iterable[str]) -> str | None:
-    """The name that is most like another, whatever its case and underscores; None where none is.
+def letters(name: str) -> str:
+    """A name without what is easily written otherwise: accents, case, underscores and spaces.
+
+    >>> letters("Épicéa_commun")
+    'epiceacommun'
+    """
+    kept = (c for c in unicodedata.normalize("NFKD", str(name)) if not unicodedata.combining(c))
+    return "".join(kept).casefold().replace("_", "").replace(" ", "")
+
+
+def nearest(name: str, names: Iterable[str], like: float = 0.6) -> str | None:
+    """The name whose letters are most like those of another; None where none is.
 
     >>> nearest("Quercus_robur", ["Quercus rubra", "Quercus robur"])
     'Quercus robur'
     """
-    plain = {nfc(other).casefold().replace("_", " "): other for other in names}
-    found = difflib.get_close_matches(nfc(name).casefold().replace("_", " "), plain, n=1)
+    plain = {letters(other): other for other in names}
+    found = difflib.get_close_matches(letters(name), plain, 1, like)
     return plain[found[0]] if found else None
 
 

@@ -1,11 +1,9 @@
 """What is in a dataset before anything is trained on it: classes, counts, broken or repeated images, names."""
 
 import hashlib
-import unicodedata
 from collections import defaultdict
 from collections.abc import Mapping
 from dataclasses import dataclass
-from difflib import get_close_matches
 from pathlib import Path
 from statistics import mode
 from typing import Any
@@ -16,6 +14,7 @@ from datasets import Dataset, Features, Image, Value
 from ..checks import LIKE
 from ..images import open_image
 from ..statistics import SHOTS
+from .classes import letters, nearest
 from .datasets import class_counts, class_ids, each_row, image_fault
 from .sources import image_files, left_out
 
@@ -122,20 +121,29 @@ def names_alike(names: list[str]) -> list[list[str]]:
     """
     groups = defaultdict(list)
     for name in names:
-        letters = (c for c in unicodedata.normalize("NFKD", name) if not unicodedata.combining(c))
-        groups["".join(letters).casefold().replace("_", " ").replace(" ", "")].append(name)
+        groups[letters(name)].append(name)
     return [alike for alike in groups.values() if len(alike) > 1]
 
 
 def _in_one_split(names: list[str], counts: Counts, train: str) -> list[str]:
     """The classes with images in one of several splits only, or in none to train on."""
-    found, trained = [], [name for name, number in zip(names, counts[train], strict=True) if number]
+    found, new = [], without_training(names, counts, train)
     for i, name in enumerate(names):
         where = [split for split, n in counts.items() if n[i]]
-        if len(counts) > 1 and where and (len(where) == 1 or train not in where):
-            near = [] if train in where else get_close_matches(name, trained, 1, LIKE)
-            found.append(f"{name} (only in {', '.join(where)}{f'; {near[0]}?' if near else ''})")
+        if name in new or (len(counts) > 1 and len(where) == 1):
+            found.append(f"{name} (only in {', '.join(where)}{f'; {new[name]}?' if new.get(name) else ''})")
     return found
+
+
+def without_training(names: list[str], counts: Counts, train: str = "train") -> dict[str, str | None]:
+    """The classes without an image to train on, and of each the one there that has nearly its name."""
+    trained = [name for name, number in zip(names, counts[train], strict=True) if number]
+    held = sum(counts.values())
+    return {
+        name: nearest(name, trained, LIKE)
+        for name, number, own in zip(names, held, counts[train], strict=True)
+        if number and not own
+    }
 
 
 def _looked_at(split: Dataset, name: str, num_workers: int) -> dict[str, list]:
