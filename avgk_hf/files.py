@@ -126,12 +126,13 @@ def leads_out(path: Path, folder: Path | None = None) -> bool:
 def fresh_folder(folder: str | os.PathLike) -> Path:
     """Make an empty folder in the place of whatever is there."""
     folder = Path(folder)
-    _remove(folder)
+    remove(folder)
     folder.mkdir(parents=True)  # not `exist_ok`: then what is there would be taken, and it may be a link
     return folder
 
 
-def _remove(path: Path) -> None:
+def remove(path: Path) -> None:
+    """Remove a file, a link or a whole folder, where there is one."""
     if path.is_dir() and not path.is_symlink():
         shutil.rmtree(path)
     else:
@@ -156,7 +157,7 @@ def replacing(folder: str | os.PathLike) -> Iterator[Path]:
         names = {path.name for path in new.iterdir()}
         for name in names:
             if (folder / name).is_dir():  # or a link to one: in the way, so it goes while config.json is still there
-                _remove(folder / name)
+                remove(folder / name)
     except BaseException as error:
         shutil.rmtree(new, ignore_errors=True)
         if isinstance(error, OSError) or "os error" in str(error):  # as libraries in Rust call it

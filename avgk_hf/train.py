@@ -13,6 +13,7 @@ import numpy as np
 import torch
 from datasets import Dataset, DatasetDict
 from transformers import set_seed
+from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 from transformers.utils import logging
 
 from .calibration import Calibration
@@ -22,7 +23,7 @@ from .data.classes import check_new_classes
 from .data.datasets import TAKE, check_split, keep_aside, split_validation
 from .data.inspection import count_images, short_form
 from .features import Features, cached_features
-from .files import check_output_dir
+from .files import check_output_dir, remove
 from .model_card import RESULTS, TRAINED
 from .modeling import AvgKForImageClassification
 from .recipes import DataArguments, ModelArguments, describe_fields, parse_recipe
@@ -191,6 +192,8 @@ def run(
     if args.process_index == 0:
         print(short_form(count_images(used)))
     trainer = make_trainer(model_args, data_args, args, used)
+    if args.should_save and not args.resume_from_checkpoint:
+        _forget(Path(args.output_dir))
     trainer.train(resume_from_checkpoint=args.resume_from_checkpoint)
     trainer.evaluate()
     if "calibration" in used:
@@ -207,6 +210,12 @@ def run(
         with after_the_model(args.output_dir):
             _show_results(trainer, results)
     return results
+
+
+def _forget(folder: Path) -> None:
+    """Remove results and checkpoints of an earlier training: the new one, if it is stopped, would go on with them."""
+    for path in (folder / RESULTS, *folder.glob(f"{PREFIX_CHECKPOINT_DIR}-*")):
+        remove(path)
 
 
 def _show_results(trainer: AvgKTrainer, results: dict[str, Any]) -> None:

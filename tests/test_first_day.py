@@ -720,6 +720,9 @@ def test_a_training_that_was_stopped_is_kept(recipe, tmp_path, capsys):
     assert main([*command, "--k", "two"]) == 2
     assert "k='two' is no number, e.g. 2." in capsys.readouterr().err
     assert main([*command, "--resume_from_checkpoint", "last"]) == 0
+    (tmp_path / "run" / "checkpoint-900").mkdir()  # of a longer one
+    assert main([*command, "--overwrite"]) == 0
+    assert "checkpoint-900" not in {path.name for path in (tmp_path / "run").iterdir()}
 
 
 def test_a_balance_leaves_a_trace(trained_run, image_folder, tmp_path, capsys):
