@@ -157,6 +157,9 @@ class AvgKConfig(PreTrainedConfig):
     def _known(cls, config_dict: dict[str, Any], **kwargs: Any) -> dict[str, Any]:
         """The fields of a stored config that are known and still hold, for the labels that are asked for."""
         known = {*(item.name for item in fields(cls)), *NOT_FIELDS}
+        if {"architecture", "num_classes"} <= set(config_dict) and "model_type" not in config_dict:
+            text = "it is a classifier of timm: `avgk_hf.load_classifier` loads it, `from_timm` trains its network"
+            raise ValueError(f"this is no config of this package, {text}.")
         for name in set(config_dict) - known - {"use_cache"}:  # which the Trainer writes into any config
             _refuse_misspelt(name)
             if not name.startswith("_"):
@@ -304,6 +307,8 @@ def check_fields(given: dict[str, Any], num_labels: int | None = None) -> None:
     """
     if not isinstance(given.get("id2label", {}), dict):
         raise ValueError("id2label must be a mapping, {0: name, 1: name, ...}: of a list, `dict(enumerate(names))`.")
+    if not all(str(i).isdecimal() for i in given.get("id2label", ())):
+        raise ValueError("id2label maps ids to names, {0: name, ...}, and this is another: is it the wrong way round?")
     if given.get("id2label") and num_labels not in (None, len(given["id2label"])):
         raise ValueError(f"num_labels={num_labels}, but id2label has {len(given['id2label'])} names: leave one out.")
     known = {*(item.name for item in fields(AvgKConfig)), *NOT_FIELDS, *_every_hyperparameter()}

@@ -14,6 +14,7 @@ from datasets import Dataset, IterableDataset
 from huggingface_hub.utils import tqdm
 from torch.utils.data import BatchSampler, DataLoader, SequentialSampler
 from transformers import PreTrainedModel, default_data_collator
+from transformers.utils import logging
 
 from .calibration import Calibration
 from .checks import check_choice, check_whole, reason_of
@@ -32,6 +33,8 @@ from .processes import rank, world_size
 from .scope import Balancing, check_asked, evaluated_levels, evaluated_sizes
 from .scores import PROBABILITIES, NotFinite, head_logits, score
 from .statistics import MeanScores, sizes_only
+
+logger = logging.get_logger(__name__)
 
 
 @torch.no_grad()
@@ -98,7 +101,7 @@ def evaluate(
     num_workers: int = 0,
     dataset_name: str | None = None,
     on_bad_image: str = "error",
-    coverage: Iterable[float] | None = None,
+    coverage: float | Iterable[float] | None = None,
     method: str = "lac",
     per_class: bool = False,
     monitor: SetSizeMonitor | None = None,
@@ -136,6 +139,7 @@ def evaluate(
     """
     check_one_split(dataset)
     run, labelled = {"batch_size": batch_size, "num_workers": num_workers}, "label" in (dataset.column_names or ())
+    coverage = coverage if coverage is None or isinstance(coverage, Iterable) else [coverage]
     special, ks = per_class or check_choice("method", method, METHODS) != "lac", k if isinstance(k, Iterable) else [k]
     check_asked(labelled, calibrate, monitor is not None, coverage is not None or special, balancing)
     dataset, skipped = _readable(dataset, dataset_name, on_bad_image, **run)
@@ -147,9 +151,21 @@ def evaluate(
         how["balancing"] = calibrated_balances(model, dataset, classes, balance, run=run, **balancing)
     evaluation = _plan(model.config, dataset, list(ks), calibrate, coverage, monitor, balance, how)
     run_model(model, dataset, [evaluation, *listed], **run, description="calibrate" if calibrate else "evaluate")
+    _ask_about_guessing(evaluation, model.config)
     if calibrate:
         evaluation.store(dataset=dataset_name, split=str(dataset.split or "validation"))
     return {**_reported(evaluation, isinstance(model, AvgKForImageClassification), monitor), **skipped}
+
+
+def _ask_about_guessing(evaluation: Evaluation, config: Any) -> None:
+    """Ask what a model that is no better than guessing was given; sure enough by two standard deviations."""
+    top1, number = evaluation.metrics().get("top1_accuracy"), len(config.id2label)
+    chance, images = 1 / max(number, 1), max(evaluation.num_examples, 1)
+    if top1 is not None and top1 <= chance + 2 * math.sqrt(chance * (1 - chance) / images):
+        logger.warning(
+            f"top-1 accuracy {top1:.2%} is that of guessing among {number} classes: are the model's names in the order"
+            " of its outputs, and the images prepared as for its training?"
+        )
 
 
 def _readable(

@@ -22,6 +22,7 @@ from .weights import check_folder
 
 TEMPLATE = Path(__file__).with_name("model_card_template.md")
 RESULTS = "results.json"
+CALIBRATED_ONLY = "a model that was calibrated and not trained has its card, README.md, and `avgk calibrate --plot`"
 # the training arguments that the weights depend on, besides the seed
 TRAINED = ("num_train_epochs", "max_steps", "per_device_train_batch_size", "gradient_accumulation_steps", "world_size")
 TRAINED += ("optim", "optim_args", "learning_rate", "lr_scheduler_type", "lr_milestones", "lr_gamma", "warmup_steps")
@@ -309,7 +310,8 @@ def card_of_run(folder: str | Path, repo: str | None = None) -> ModelCard:
     folder = Path(folder)
     if not (folder / "results.json").is_file():
         raise FileNotFoundError(
-            f"{folder} holds no results.json; name the folder of a finished `avgk train` or `save_model()`."
+            f"{folder} holds no results.json; name the folder of a finished `avgk train` or `save_model()`"
+            f"{f'; {CALIBRATED_ONLY}' if (folder / 'config.json').is_file() else ''}."
         )
     check_folder(folder, weights=False)
     found = read_results(folder)

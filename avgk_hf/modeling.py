@@ -366,7 +366,7 @@ class AvgKForImageClassification(PreTrainedModel):
             question: Other questions and bounds, as in `Question`: `coverage` with `method` and `per_class`,
                 `cumulative`, `lambda_val`, `min_size` (0: sets may be empty), `max_size`, `balance`.
         """
-        asked = Question(k=k, **question)
+        asked = Question.of(k=k, **question)
         answer = Calibration.of(self.config).answer(asked)
         return answer.classes(self._scores(pixel_values, answer.head, asked.balance))
 

@@ -4,7 +4,6 @@ Like the model, this file travels with a saved model as remote code.
 """
 
 import base64
-from difflib import get_close_matches
 from pathlib import Path
 from typing import Any
 from urllib.request import Request, urlopen
@@ -74,16 +73,12 @@ class AverageKImageClassificationPipeline(Pipeline):
         self, timeout: float | None = None, **asked: Any
     ) -> tuple[dict[str, Any], dict[str, Any], dict[str, Any]]:
         asked = {name: value for name, value in asked.items() if value is not None}
-        for name in set(asked) - set(Question.__dataclass_fields__):
-            near = get_close_matches(name.lower(), Question.__dataclass_fields__, 1, 0.5)
-            hint = f"; did you mean {near[0]!r}?" if near else f", only {', '.join(Question.__dataclass_fields__)}."
-            raise ValueError(f"a set cannot be asked for by {name!r}{hint}")
         kept = vars(getattr(self, "question", None) or Question(min_size=1))
         if {"k", "coverage", "cumulative", "lambda_val"} & set(asked):  # another question takes the place of the own
             kept = {name: kept[name] for name in ("min_size", "max_size", "method", "per_class", "balance")}
         if {"method", "per_class"} & set(asked) or (kept.get("coverage", asked.get("coverage")) is None):
             kept = {name: value for name, value in kept.items() if name not in ("method", "per_class")}
-        return {} if timeout is None else {"timeout": timeout}, {}, {"question": Question(**{**kept, **asked})}
+        return {} if timeout is None else {"timeout": timeout}, {}, {"question": Question.of(**{**kept, **asked})}
 
     def __call__(self, inputs: Any, **kwargs: Any) -> Any:
         """The sets of one image or of several; a dataset is read from its column `image`."""

@@ -5,6 +5,7 @@ Like the model, this file travels with a saved model as remote code.
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from difflib import get_close_matches
 from typing import Any
 
 import numpy as np
@@ -84,6 +85,15 @@ class Question:
             raise ValueError(f"cumulative={self.cumulative!r} must be a probability in (0, 1], e.g. 0.9.")
         if self.lambda_val is not None and not is_number(self.lambda_val):
             raise ValueError(f"lambda_val={self.lambda_val!r} is not a number, e.g. `lambda_val=0.1`.")
+
+    @classmethod
+    def of(cls, **asked: Any) -> "Question":
+        """The question, after refusing a name that is none of its fields."""
+        for name in set(asked) - set(cls.__dataclass_fields__):
+            near = get_close_matches(name.lower(), cls.__dataclass_fields__, 1, 0.5)
+            hint = f"; did you mean {near[0]!r}?" if near else f", only {', '.join(cls.__dataclass_fields__)}."
+            raise ValueError(f"a set cannot be asked for by {name!r}{hint}")
+        return cls(**asked)
 
     @property
     def by_size(self) -> bool:

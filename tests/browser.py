@@ -131,7 +131,7 @@ class Page:
     def upload(self, path):
         for clear in self.all("#avgk-image button[aria-label='Remove Image']"):
             clear.click()
-            self.await_status("Drop an image")
+            self.await_status("drop an image")
         self.until("#avgk-image input[type=file]").send_keys(str(path))
 
     def rows(self, css):
@@ -170,7 +170,8 @@ class Visitor:
         self.read, *_ = (d["id"] for d in config["dependencies"] if [image, "change"] in d["targets"])
         files = next(c["id"] for c in config["components"] if c["props"].get("elem_id") == "avgk-files")
         (self.several,) = (d["id"] for d in config["dependencies"] if [files, "upload"] in d["targets"])
-        self.show = next(d["id"] for d in config["dependencies"] if d["trigger_after"] == self.read)
+        after = {d["trigger_after"]: d["id"] for d in config["dependencies"]}
+        self.show, self.table = after[self.read], after[self.several]
 
     def upload(self, data, name="image.png", **options):
         answered = self.http.post("/gradio_api/upload", files={"files": (name, data)}, **options)

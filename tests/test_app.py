@@ -184,6 +184,21 @@ def test_several_images_give_a_table_to_download(page, classify, image_folder, t
         assert each["classes"].split(" | ") == labels(classify(image, k=int(each["k"])))
     assert rows[0][1] == found[1]["size"]  # the model's own K
 
+    def told(words):
+        return words in page.driver.execute_script("return document.querySelector('#avgk-several').innerText")
+
+    slider(page).send_keys(Keys.HOME)  # the table follows the controls
+    page.wait.until(lambda _: told("3 images for K = 1"))
+    assert page.rows("#avgk-several tbody")[0][1] == found[0]["size"]
+    page.until("#avgk-ask input[value=coverage]").send_keys(Keys.SPACE)
+    page.until("#avgk-coverage input[value='0.9']").send_keys(Keys.SPACE)
+    page.wait.until(lambda _: told("3 images for 90% coverage"))
+    sizes = [row[1] for row in page.rows("#avgk-several tbody")]
+    assert sizes == [
+        str(len(labels(classify(str(image), coverage=0.9)))) if image != images[1] else "" for image in images
+    ]
+    assert told("for every recorded coverage")
+
 
 @pytest.mark.long
 @needs_browser
@@ -502,7 +517,7 @@ def test_a_written_space_runs_by_itself(model_folder, image_folder, tmp_path):
     assert str(tmp_path) not in (space / "app.py").read_text()
     own = space / "avgk_hf" / "app" / "page.py"
     # to know it from the one that is installed
-    own.write_text(own.read_text().replace("Drop an image, or", "Drop a leaf, or"))
+    own.write_text(own.read_text().replace("Choose or drop an image, or", "Drop a leaf, or"))
 
     port = browser.free_port()
     env = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}

@@ -704,7 +704,7 @@ def test_mistakes_of_a_hurry(trained_run, image_folder, tmp_path, monkeypatch, c
             main(list(command))
         assert f"--per-species is an option of {others}" in capsys.readouterr().err
     assert main(["evaluate", run, str(image_folder), "--unsure", "2"]) == 0
-    assert Path(f"runs/unsure-{trained_run.name}/unsure.csv").is_file()
+    assert Path(f"runs/unsure-{trained_run.name}-{image_folder.name}/unsure.csv").is_file()
     Path("stopped/checkpoint-3").mkdir(parents=True)
     Path("stopped/checkpoint-3/config.json").write_text("{}")
     assert "its training was stopped, and goes on with `--resume_from_checkpoint last`" in said("info", "stopped")

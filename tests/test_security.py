@@ -1298,15 +1298,12 @@ def test_several_images_have_to_be_uploaded_too_and_are_not_kept(visitor, beacon
     meta = {"meta": {"_type": "gradio.FileData"}}
     own = [visitor.upload(encode(picture(seed=seed), "PNG"), f"{seed}.png") for seed in (400, 401)]
     for path in (str(tmp_path / "private.png"), "/etc/passwd", beacon[0], f"{own[0]}/../x.png"):
-        refused = visitor.event(visitor.several, [[{"path": own[0], **meta}, {"path": path, **meta}], 2])
+        refused = visitor.event(visitor.several, [[{"path": own[0], **meta}, {"path": path, **meta}]])
         assert not refused["success"] and "private" not in json.dumps(refused["output"])
-    many = [{"path": path, **meta} for path in own] + [{"path": own[0], **meta}] * 2 * page.MOST_AT_ONCE
-    message = visitor.event(visitor.several, [many, 2])
-    assert message["success"] and beacon[1] == []
-    (text,) = message["output"]["data"]
-    assert (
-        text.count('<th scope="row">') == page.MOST_AT_ONCE and f"{page.MOST_AT_ONCE + 2} more were left out" in text
-    )
+    many = [{"path": path, **meta} for path in own] + [{"path": own[0], **meta}] * 32
+    assert visitor.event(visitor.several, [many])["success"] and beacon[1] == []
+    (text,) = visitor.event(visitor.table, [None, "average size", 2, None, 0])["output"]["data"]
+    assert text.count('<th scope="row">') == 16 and "18 more were left out" in text
     assert "<script>" not in text and "onerror=alert(1)>" not in text  # the names of classes are hostile
     assert not any(map(os.path.exists, own))
 
@@ -1445,7 +1442,7 @@ def test_an_example_that_a_visitor_uploads_stays(visitor, example):
     uploaded = visitor.upload(example.read_bytes(), example.name)
     assert uploaded == gallery[0]["image"]["path"]
     meta = {"meta": {"_type": "gradio.FileData"}}
-    assert visitor.event(visitor.several, [[{"path": uploaded, **meta}], 2])["success"]
+    assert visitor.event(visitor.several, [[{"path": uploaded, **meta}]])["success"]
     assert visitor.look(uploaded)[0] and visitor.look(visitor.upload(encode(picture(seed=500), "PNG")))[0]
     assert visitor.http.get(gallery[0]["image"]["url"]).content == example.read_bytes()
 

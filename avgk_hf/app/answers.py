@@ -43,6 +43,7 @@ PARTS = Environment(loader=FileSystemLoader(TEMPLATES), autoescape=select_autoes
 ROWS = 200  # classes of a set that are shown; thousands would be megabytes for every step of the slider
 RUNNERS_UP = 3  # classes below the threshold that are shown
 NAMES = 6  # class names in one row of the growth table
+MOST_SCORES = 2**17  # that a session keeps for a table
 EXAMPLES, LOOKED_AT = 8, 64  # example images shown, and those they are chosen from
 
 
@@ -82,6 +83,8 @@ class Answers:
         views = [calibration.at(balance) for balance in self.balances]
         self.levels = [level for level in calibration.levels() if all(level in view.levels() for view in views)]
         self.heads = {view.head(k) for view in views for k in self.ks}  # one, unless `head="auto"`
+        # images of one table: 16, or as many as a session may keep the scores of
+        self.at_once = max(1, min(16, MOST_SCORES // (len(self.heads) * self.config.num_labels)))
 
     def count(self, number: int) -> str:
         """`1 class`, `3 classes`."""
@@ -92,34 +95,46 @@ class Answers:
         name = unicodedata.normalize("NFC", path.parent.name)
         return name if name in self.names and not name.startswith(".") else ""
 
-    def rows(self, name: str, scores: dict[str, Tensor] | str) -> list[Row]:
-        """The sets of an image for every recorded K, or why there is none, as `avgk predict` writes them."""
-        if isinstance(scores, str):
-            return [row(name, ("k", k), [], scores, balance=self.balance) for k in self.ks]
+    def rows(self, name: str, scores: dict[str, Tensor] | str, asked: str, balance: float) -> list[Row]:
+        """The sets of an image for all recorded K or coverages, or why there is none, as `avgk predict` writes them."""
         found = []
-        for k in self.ks:
-            classes, own, lambda_val = self.image_set(scores, k=k)
+        for value in self.ks if asked == "k" else self.levels:
+            if isinstance(scores, str):
+                found.append(row(name, (asked, value), [], scores, balance=balance))
+                continue
+            classes, own, lambda_val = self.image_set(scores, **{asked: value, "balance": balance})
             labels = [{"label": self.config.id2label[j], "score": own[j].item()} for j in classes]
-            found.append(row(name, ("k", k), labels, None, lambda_val, self.balance))
+            found.append(row(name, (asked, value), labels, None, lambda_val, balance))
         return found
 
-    def table_html(self, rows: list[Row], k: float, left: int = 0) -> str:
-        """Several images with their sets for one K, and all of the rows as a file that the page itself holds.
+    def table_html(self, images: list[tuple[str, Any]], left: int = 0, **question: float) -> str:
+        """Several images with their sets, and those of all that is recorded as a file that the page itself holds.
 
         Args:
-            rows: Of every image as `rows` gives them.
-            k: One of the recorded.
+            images: Of each its name and its scores, or why it has none.
             left: How many images were left out.
+            question: As of `image_set`; between the recorded K the nearest answers.
         """
+        balance = question.pop("balance", self.balance)
+        ((asked, value),) = question.items()
+        nearest = min(self.ks if asked == "k" else self.levels, key=lambda other: abs(other - value))
+        rows = [each for name, scores in images for each in self.rows(name, scores, asked, balance)]
         file = io.StringIO()
         write_csv(file)(rows)
         shown = []
-        for each in (each for each in rows if each["k"] == k):
+        for each in (each for each in rows if each[asked] == nearest):
             names = [item["label"] for item in each["set"][:NAMES]]
             more = f"and {each['size'] - NAMES} more" if each["size"] > NAMES else ""
             shown.append({**each, "names": names, "more": more})
         data = base64.b64encode(file.getvalue().encode("utf-8-sig")).decode()
-        return render("several.html", shown=shown, k=k_key(k), many=self.many, data=data, left=left)
+        told = {"asked": self._asked(balance, **{asked: nearest}), "every": "K" if asked == "k" else asked}
+        return render("several.html", shown=shown, many=self.many, data=data, left=left, **told)
+
+    def _asked(self, balance: float, **question: float) -> str:
+        """A question as the page says it."""
+        name = question_text(**question)
+        text = f"K = {name}" if "k" in question else f"{name} coverage"
+        return f"{text}, balance {balance:g}" if len(self.balances) > 1 else text
 
     @torch.no_grad()
     def scores(self, pixels: Tensor) -> dict[str, Tensor]:
@@ -161,13 +176,12 @@ class Answers:
             return {"id": j, "label": self.config.id2label[j], "bar": place(values[j]), "score": text}
 
         balance = question.get("balance", self.balance)
-        name = question_text(**{key: value for key, value in question.items() if key != "balance"})
-        asked = f"K = {name}" if "k" in question else f"{name} coverage"
+        plain = {name: value for name, value in question.items() if name != "balance"}
         return render(
             "set.html",
             number=self.count(len(classes)),
             one=self.one,
-            asked=f"{asked}, balance {balance:g}" if len(self.balances) > 1 else asked,
+            asked=self._asked(balance, **plain),
             worth=self._worth(question.get("k"), balance),
             promise=self.promise if "coverage" in question else "",
             shown=map(row, shown),

@@ -26,10 +26,9 @@ from .answers import TEMPLATES, Answers, message, question_text, render
 from .guard import LOOPBACK, MOST_UPLOADED, Guard, forget_upload, is_local, is_served
 
 MOST_PIXELS = 25_000_000  # of an image; decoding one takes up to 16 bytes for each
-MOST_AT_ONCE = 16  # images of one table
 WAITING, SESSIONS = 64, 1000  # events in the queue, and visitors whose scores are kept
 ASK_BY = BY_SIZE, BY_COVERAGE = "average size", "coverage"
-HINT, OR_EXAMPLE = "Drop an image.", "Drop an image, or choose one of the examples."
+HINT, OR_EXAMPLE = "Choose or drop an image.", "Choose or drop an image, or take one of the examples."
 GONE = "The server has no such image, or not any more; drop it again."
 EXAMPLES = "Examples, from clear to hopeless"
 # the last of several quick changes must not be dropped because the one before it is still being answered
@@ -85,20 +84,29 @@ class _Events:
         except (ValueError, OSError) as error:
             return str(error).replace(path, Path(path).name)  # where the server keeps it is nobody's business
 
-    def read_several(self, paths: list[str] | None, k: float) -> str:
-        """The sets of several images as a table; the uploads are not kept."""
-        rows = []
-        for path in (paths or [])[:MOST_AT_ONCE]:
+    def read_several(self, paths: list[str] | None) -> list[tuple[str, Any]]:
+        """Of each image its name and its scores, or why it has none; the uploads are not kept."""
+        found: list[tuple[str, Any]] = []
+        for path in (paths or [])[: self.answers.at_once]:
             try:
-                found = self.answers.scores(self.answers.transform.image(path, most_pixels=MOST_PIXELS))
+                scores = self.answers.scores(self.answers.transform.image(path, most_pixels=MOST_PIXELS))
             except (ValueError, OSError) as error:
-                found = str(error).replace(path, Path(path).name)
-            rows += self.answers.rows(Path(path).name, found)
+                scores = str(error).replace(path, Path(path).name)
+            found.append((Path(path).name, scores))
         for path in paths or []:
             if path not in self.looked_at.values():
                 forget_upload(self.page, path)
-        nearest = min(self.answers.ks, key=lambda other: abs(other - k))  # the recorded one
-        return self.answers.table_html(rows, nearest, max(0, len(paths) - MOST_AT_ONCE)) if rows else ""
+        return [*found, *((Path(path).name, None) for path in (paths or [])[self.answers.at_once :])]
+
+    def show_several(
+        self, images: list[tuple[str, Any]] | None, ask: str, k: float, coverage: float | None, balance: float = 0.0
+    ) -> str:
+        """The table of what `read_several` gave."""
+        looked_at = [each for each in images or () if each[1] is not None]
+        left = len(images or ()) - len(looked_at)
+        return (
+            self.answers.table_html(looked_at, left, **self.question(ask, k, coverage, balance)) if looked_at else ""
+        )
 
     def ask_by(self, by: str) -> list[dict[str, Any]]:
         """Which control is seen."""
@@ -112,10 +120,14 @@ class _Events:
             return message(self.hint, "status"), ""
         if isinstance(found, str):
             return message(found, "alert"), ""
+        return self.answers.html(found, **self.question(ask, k, coverage, balance))
+
+    def question(self, ask: str, k: float, coverage: float | None, balance: float) -> dict[str, float]:
+        """What the controls ask."""
         question = {"coverage": coverage} if ask == BY_COVERAGE else {"k": k}
         if len(self.answers.balances) > 1:  # a slider may stop between those that are recorded
             question["balance"] = min(self.answers.balances, key=lambda each: abs(each - balance))
-        return self.answers.html(found, **question)
+        return question
 
 
 def _drawn_large(answers: Answers) -> list[str]:
@@ -146,7 +158,7 @@ def _several(events: _Events) -> gr.File:
     """Where several images are dropped at once."""
     files = gr.File(
         file_count="multiple",
-        label=f"Several images at once, {MOST_AT_ONCE} at most",
+        label=f"Several images at once, {events.answers.at_once} at most",
         height=140,
         buttons=[],
         elem_id="avgk-files",
@@ -255,16 +267,18 @@ def build_page(answers: Answers, name: str, examples: Sequence[tuple[Path, int]]
                 if examples:  # below the answer, on a phone too
                     _show_examples(examples, answers, image)
         files, table = _several(events), gr.HTML("", elem_id="avgk-several", container=True, padding=True)
-        found = gr.State(None)
-        asked = [found, ask, size, coverage, balance]
-        shown = {"fn": events.show, "inputs": asked, "outputs": [predicted, growth], **QUIET}
+        found, several = gr.State(None), gr.State(None)
+        asked = [ask, size, coverage, balance]
+        shown = {"fn": events.show, "inputs": [found, *asked], "outputs": [predicted, growth], **QUIET}
+        tabled = {"fn": events.show_several, "inputs": [several, *asked], "outputs": table, **QUIET}
         image.change(events.read, image, found, concurrency_limit=1, **QUIET).then(**shown)
-        files.upload(events.read_several, [files, size], table, concurrency_limit=1, **QUIET)
-        files.clear(lambda: "", None, table, **QUIET)
+        files.upload(events.read_several, files, several, concurrency_limit=1, **QUIET).then(**tabled)
+        files.clear(lambda: (None, ""), None, [several, table], **QUIET)
         page.unload(events.closed)
         for control in (size, coverage, balance):
             control.change(**shown)
-        ask.change(events.ask_by, ask, [by_size, coverage], **QUIET).then(**shown)
+            control.change(**tabled)
+        ask.change(events.ask_by, ask, [by_size, coverage], **QUIET).then(**shown).then(**tabled)
     return page
 
 

@@ -13,7 +13,6 @@ from .evaluate import (
     print_metrics,
     quiet_unless_first,
     read_split,
-    say_guessing,
     say_split,
     shared_arguments,
 )
@@ -83,7 +82,6 @@ def run(args: argparse.Namespace) -> int:
         write_thresholds(model, args.model)
     say_split(split, args)
     print_metrics(metrics, args, getattr(model.config, "k", None))
-    say_guessing(metrics, left_out[1], model.config)
     calibration = Calibration.of(model.config)
     if args.plot:
         _draw(calibration, args)

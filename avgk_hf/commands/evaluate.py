@@ -3,7 +3,6 @@
 import argparse
 import json
 import logging
-import math
 import os
 import sys
 from pathlib import Path
@@ -47,7 +46,7 @@ def arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--per-species", metavar="FILE", help=table)
     longest = "the N images with the longest sets, to look at or label first: a list and a contact sheet"
     parser.add_argument("--unsure", type=int, metavar="N", help=longest)
-    parser.add_argument("--unsure-out", metavar="DIR", help="folder for them (runs/unsure-MODEL)")
+    parser.add_argument("--unsure-out", metavar="DIR", help="folder for them (runs/unsure-MODEL-DATASET)")
     parser.add_argument("--out", help="JSON file to write the metrics to")
 
 
@@ -109,7 +108,6 @@ def run(args: argparse.Namespace) -> int:
         return 0
     say_split(split, args)
     print_metrics(metrics, args, monitor.k if "num_images" in metrics else getattr(model.config, "k", None))
-    say_guessing(metrics, left_out[1], model.config)
     if args.out:
         write_text(args.out, json.dumps(metrics, indent=2) + "\n")
         say_written(args.out, "all metrics", args)
@@ -150,7 +148,7 @@ def _show_sets(listed: Any, args: argparse.Namespace, name: str) -> dict[Path, s
             print("no two classes are listed together often, so there is no picture of them.", file=sys.stderr)
     if args.unsure:
         images = listed.longest(args.unsure)
-        place = Path(args.unsure_out or f"runs/unsure-{name.replace('/', '-')}")
+        place = Path(args.unsure_out or "runs/" + f"unsure-{name}-{name_of(args)}".replace("/", "-"))
         table, picture = place / "unsure.csv", place / "contact_sheet.png"
         with written_to(table) as write:
             write({**each, "image": _as_typed(each["image"], args.dataset)} for each in listed.rows(images))
@@ -307,15 +305,6 @@ def say_split(split: Any, args: argparse.Namespace) -> None:
         part = f", split {split.split or args.split}" if "label" in split.column_names else ""
         asked = "" if args.balance in (None, "auto") else f", balance {args.balance:g}"
         print(printable(f"{name_of(args)}{part}: {len(split):,} images{asked}"), end="\n\n")
-
-
-def say_guessing(metrics: dict[str, float], images: int, config: Any) -> None:
-    """Ask what a model that is no better than guessing was given; sure enough by two standard deviations."""
-    top1, chance = metrics.get("top1_accuracy"), 1 / max(len(config.id2label), 1)
-    if top1 is not None and top1 <= chance + 2 * math.sqrt(chance * (1 - chance) / max(images, 1)):
-        text = f"top-1 accuracy {top1:.2%} is that of guessing among {len(config.id2label)} classes: are the model's"
-        text += " names in the order of its outputs, and the images prepared as for its training?"
-        print(text, file=sys.stderr)
 
 
 def print_metrics(metrics: dict[str, float], args: argparse.Namespace, own_k: float | None) -> None:

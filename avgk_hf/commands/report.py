@@ -2,6 +2,8 @@
 
 import argparse
 
+from ..shell import printable
+
 HELP = "mean and 95% confidence interval of runs over their seeds"
 
 
@@ -14,3 +16,4 @@ def run(args: argparse.Namespace) -> None:
     from ..study.seeds import write_report
 
     print(write_report(args.runs, args.out))
+    print(printable(f"written to {args.out}: report.md and report.json"))

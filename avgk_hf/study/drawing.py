@@ -19,7 +19,7 @@ logger = logging.get_logger(__name__)
 COLOURS = ["#0072B2", "#E69F00", "#000000", "#009E73", "#D55E00", "#56B4E9", "#CC79A7"]
 LINES = [("-", "o"), ("--", "s"), (":", "^"), ("-.", "D"), ((0, (1, 1)), "v"), ((0, (5, 1)), "x")]
 HATCHES = ["", "///", "...", "xx"]
-MOST_CHARACTERS = 120  # of a name
+MOST_CHARACTERS, MOST_IN_TITLE = 120, 400  # of a name, of a title with some
 _said: set[str] = set()  # characters that no font draws; the first of them are said, once
 _spelt_here: set[str] = set()  # names in the picture that is being drawn
 FONTS = ("CJK", "Noto Sans", "Source Han", "WenQuanYi", "Unicode", "YaHei", "PingFang", "Hiragino", "Gothic")
@@ -118,7 +118,7 @@ def drawn_axis(
         figure, axis = plt.subplots(figsize=(7, height), layout="constrained")
         yield axis
         axis.set(xlabel=xlabel, ylabel=ylabel)
-        figure.suptitle(whole(title, 76), fontsize=11, x=0.02, ha="left")
+        figure.suptitle(whole(title, 76, MOST_IN_TITLE), fontsize=11, x=0.02, ha="left")
         axis.grid(alpha=0.3)
         axis.set_axisbelow(True)
         axis.spines[["top", "right"]].set_visible(False)
@@ -146,10 +146,10 @@ def look(i: int) -> dict[str, Any]:
     return {"linestyle": style, "marker": marker, "color": COLOURS[i % len(COLOURS)], "markersize": 4}
 
 
-def whole(name: str, width: int = 60) -> str:
+def whole(name: str, width: int = 60, most: int = MOST_CHARACTERS) -> str:
     """A name as it can be drawn, in lines of so many columns; matplotlib would read `$` as mathematics."""
     name = _spelt("".join(c if c.isprintable() else " " for c in name))
-    name = name if len(name) <= MOST_CHARACTERS else name[: MOST_CHARACTERS - 1] + "…"
+    name = name if len(name) <= most else name[: most - 1] + "…"
     wide = sum(unicodedata.east_asian_width(c) in "WF" for c in name)  # these take two columns
     width = width if not wide else max(round(width * len(name) / (len(name) + wide)), 1)
     lines = textwrap.wrap(name.replace("_", "_ "), width)  # where words of a file's name end, too

@@ -11,7 +11,7 @@ import numpy as np
 from ..checks import is_number
 from ..images import open_image
 from ..shell import shortened
-from .drawing import COLOURS, HATCHES, LINES, drawn_axis, look, pyplot, readable, save, whole
+from .drawing import COLOURS, HATCHES, LINES, MOST_IN_TITLE, drawn_axis, look, pyplot, readable, save, whole
 
 SIDE, GAP, LINE, HEADING = 1.6, 0.15, 0.115, 0.17  # of a contact sheet, in inches: image, between, line, of the title
 MOST_BARS, LEAST_DRAWN = 14, 0.001  # sizes that are bars, more are a line; the smallest share that is shown
@@ -86,7 +86,7 @@ def contact_sheet(
     columns, legend = min(columns, len(shown)), "" if labels is None else " (✓ the true class, ✗ missed)"
     lines = [[caption for caption, _ in captions[i : i + columns]] for i in range(0, len(shown), columns)]
     heights = [tall + GAP + LINE * (1 + max(caption.count("\n") for caption in row)) for row in lines]
-    heading = whole(title + legend, 20 * columns)
+    heading = whole(title + legend, 20 * columns, MOST_IN_TITLE)
     with readable([heading, *(text for both in captions for text in both)]) as plt:
         top = sum(heights)
         figure = plt.figure(figsize=((SIDE + GAP) * columns + GAP, top + HEADING * (heading.count("\n") + 2)))

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 
 from ..files import write_text
-from ..model_card import RESULTS, as_markdown, read_results
+from ..model_card import CALIBRATED_ONLY, RESULTS, as_markdown, read_results
 from .columns import Column, as_table, columns_of
 
 
@@ -63,7 +63,8 @@ def find_runs(folders: Sequence[str | Path]) -> list[Path]:
     for folder in map(Path, folders):
         own = [folder] if (folder / RESULTS).is_file() else sorted(path.parent for path in folder.glob(f"*/{RESULTS}"))
         if not own:
-            raise FileNotFoundError(f"{folder} holds no {RESULTS}, nor does a folder in it: name finished runs.")
+            only = f"; {CALIBRATED_ONLY}" if (folder / "config.json").is_file() else ""
+            raise FileNotFoundError(f"{folder} holds no {RESULTS}, nor does a folder in it: name finished runs{only}.")
         runs += own
     return list(dict.fromkeys(runs))
 
