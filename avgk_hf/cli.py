@@ -23,7 +23,8 @@ def _number(text: str, kind: type = float, word: str = "number, e.g. 2") -> floa
     try:
         return kind(text)
     except ValueError:
-        raise argparse.ArgumentTypeError(f"{text!r} is no {word}") from None
+        remedy = f"; several are written `{' '.join(text.split(','))}`" if "," in text else ""
+        raise argparse.ArgumentTypeError(f"{text!r} is no {word}{remedy}") from None
 
 
 class _Parser(argparse.ArgumentParser):

@@ -66,9 +66,11 @@ def load_yaml(text: str) -> Any:
 
 def read_recipe(path: Path) -> dict[str, Any]:
     """The `key: value` pairs of a recipe file."""
-    if path.is_dir() and not (path / "config.json").exists():  # which a model has
-        remedy = f"`avgk init {shlex.quote(str(path))} --out recipe.yaml` writes one"
-        raise IsADirectoryError(f"{path} is a folder of images, no recipe: {remedy}.")
+    if path.is_dir():
+        kind, remedy = "folder of images", f"`avgk init {shlex.quote(str(path))} --out recipe.yaml` writes one"
+        if (path / "config.json").exists():
+            kind, remedy = "model", f"name the YAML file; `avgk info {shlex.quote(str(path))}` says what the model is"
+        raise IsADirectoryError(f"{path} is a {kind}, no recipe: {remedy}.")
     if not path.is_file():
         near = near_folder(str(path), file=True)
         hint = f"did you mean {near!r}?" if near else "name a YAML file."

@@ -198,8 +198,6 @@ def promise(calibration: Calibration) -> str | None:
     verb = "were" if len(chosen) > 1 else "was"
     return (
         f"coverage is approximate: the {' and the '.join(chosen)} {verb} chosen on the images of the calibration,"
-        " so that somewhat fewer sets than asked for may hold the true class. `calibration_split: auto` in a recipe"
-        f" avoids that from {2 * LEAST_ASIDE:,} validation images on (these are"
-        f" {calibration.source.get('num_examples', 'fewer')}); so does `avgk calibrate MODEL DATASET --split NEW"
-        " --keep-heads` with labelled images that chose nothing."
+        " so that somewhat fewer sets than asked for may hold the true class. Exact are `calibration_split: auto`,"
+        f" from {2 * LEAST_ASIDE:,} validation images on, and `avgk calibrate --keep-heads` on others."
     )

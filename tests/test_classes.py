@@ -156,7 +156,7 @@ def test_a_class_without_training_images_is_refused(recipe, tmp_path, capsys):
     (tmp_path / "trees" / "validation" / "oak").rename(tmp_path / "trees" / "validation" / "Oaks")
     command = ["train", str(recipe), "--dataset", str(tmp_path / "trees"), "--num_train_epochs", "1"]
     assert main(command) == 2
-    message = "split 'validation' has 1 classes without an image in 'train', e.g. 'Oaks' ('train' has 'oak')"
+    message = "split 'validation' has 1 class without an image in 'train', e.g. 'Oaks' ('train' has 'oak')"
     assert message in capsys.readouterr().err
     with pytest.raises(ValueError, match=message.replace("(", r"\(").replace(")", r"\)")):
         load_splits(str(tmp_path / "trees"))

@@ -679,7 +679,7 @@ def test_a_misspelt_class_is_not_let_through_by_init(tmp_path, monkeypatch, caps
     assert "no training image of erable_rouge (did you mean Érable rouge?)\n" in capsys.readouterr().out
     assert "\nallow_new_classes" not in Path("trees.yaml").read_text()
     assert main(["train", "trees.yaml", "--pretrained", "false"]) == 2
-    assert "split 'test' has 1 classes without an image in 'train', e.g. 'erable_rouge'" in capsys.readouterr().err
+    assert "split 'test' has 1 class without an image in 'train', e.g. 'erable_rouge'" in capsys.readouterr().err
     (tmp_path / "trees" / "test" / "erable_rouge").rename(tmp_path / "trees" / "test" / "水杉")
     assert main(["init", "trees", "--out", "others.yaml", "--model", "test_resnet"]) == 0
     assert "no training image of 水杉\n" in capsys.readouterr().out
@@ -740,3 +740,61 @@ def test_a_balance_leaves_a_trace(trained_run, image_folder, tmp_path, capsys):
         assert {row["balance"] for row in csv.DictReader(file)} == {"0.5"}
     assert main(["info", str(trained_run)]) == 0
     assert "(without --balance it is 0)" in capsys.readouterr().out
+
+
+def test_a_split_of_its_own_is_evaluated(trained_run, image_folder, tmp_path, monkeypatch, capsys):
+    """`my_plants/test` is the split that is asked for; a folder that is no split of another is not taken for one."""
+    found = []
+    for dataset in (image_folder, image_folder / "test"):
+        assert main(["evaluate", str(trained_run), str(dataset), "--json"]) == 0
+        found.append(json.loads(capsys.readouterr().out))
+    assert found[0] == found[1]
+    shutil.copytree(image_folder / "test", tmp_path / "alone" / "photos")
+    assert main(["evaluate", str(trained_run), str(tmp_path / "alone" / "photos")]) == 2
+    assert "has no split 'test', only ['train']" in capsys.readouterr().err
+
+
+def test_files_that_are_replaced_are_said(trained_run, image_folder, tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    command = ["evaluate", str(trained_run), str(image_folder), "--per-species", "a.csv", "--unsure", "2"]
+    for number in (0, 5):  # metrics, a table and a picture of the classes, and of the images
+        assert main([*command, "--out", "a.json"]) == 0
+        assert capsys.readouterr().out.count("in place of the file that was there") == number
+
+
+def test_names_of_files_for_others(trained_run, image_folder, tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    Path("trees.yaml").write_text("k: 2\n")
+    for command, words in (
+        (["init", "trees.yaml", "--out", "b.yaml"], "a recipe is trained with `avgk train trees.yaml`"),
+        (["train", str(trained_run)], "is a model, no recipe: name the YAML file"),
+        (["init", str(image_folder), "--out", "trees.yaml"], "or replace it with --overwrite"),
+    ):
+        assert main(command) == 2
+        assert words in capsys.readouterr().err
+    assert main(["init", str(image_folder), "--out", "trees.yaml", "--overwrite"]) == 0
+    with pytest.raises(SystemExit):
+        main(["predict", str(trained_run), str(image_folder), "--k", "1,2"])
+    assert "several are written `1 2`" in capsys.readouterr().err
+
+
+def test_further_calls_from_python(trained_run, splits):
+    model = AvgKForImageClassification.from_pretrained(trained_run)
+    with pytest.raises(ValueError, match="a set cannot be asked for by 'K'; did you mean 'k'"):
+        model.predict_sets(torch.zeros(1, 3, 32, 32), K=2)
+    with pytest.raises(ValueError, match="is it the wrong way round"):
+        AvgKForImageClassification.from_timm("test_resnet", id2label={"oak": 0, "elm": 1}, k=1)
+    assert "coverage_0.9" in evaluate(model, splits["test"], coverage=0.9)
+
+
+def test_a_timm_folder_is_named_when_it_is_loaded_as_ours(tmp_path):
+    network = timm.create_model("test_resnet", num_classes=2)
+    timm.models.save_for_hf(network, tmp_path, model_config={"label_names": ["elm", "oak"]}, safe_serialization=True)
+    with pytest.raises(ValueError, match="it is a classifier of timm: "):
+        AvgKForImageClassification.from_pretrained(tmp_path)
+
+
+def test_a_label_column_of_another_name_is_said(trained_run, splits, caplog):
+    model = AvgKForImageClassification.from_pretrained(trained_run)
+    assert "num_images" in evaluate(model, splits["test"].rename_column("label", "species"))
+    assert "there is no column 'label'" in caplog.text and "'species' may be it" in caplog.text

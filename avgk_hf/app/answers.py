@@ -96,7 +96,7 @@ class Answers:
         return name if name in self.names and not name.startswith(".") else ""
 
     def rows(self, name: str, scores: dict[str, Tensor] | str, asked: str, balance: float) -> list[Row]:
-        """The sets of an image for all recorded K or coverages, or why there is none, as `avgk predict` writes them."""
+        """The sets of an image for all recorded K or coverages, or why there are none, as rows of a table."""
         found = []
         for value in self.ks if asked == "k" else self.levels:
             if isinstance(scores, str):

@@ -62,9 +62,10 @@ def _print(found: Any, train: str) -> None:
     print("(before a training takes validation images from them)\n" if "validation" not in found.counts else "")
     for kind, sentences in found.problems.items():
         print(f"{kind}: {len(sentences):,}")
-        for sentence in sentences[:5]:
+        shown = sentences[: 6 if len(sentences) == 6 else 5]
+        for sentence in shown:
             print(f"  {printable(sentence)}")
-        if len(sentences) > 5:
-            print(f"  and {len(sentences) - 5:,} more (--json)")
+        if len(sentences) > len(shown):
+            print(f"  and {len(sentences) - len(shown):,} more (--json)")
     if not found.problems:
         print("nothing to complain about")

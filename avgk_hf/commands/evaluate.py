@@ -18,12 +18,13 @@ from .options import (
     BATCH_SIZE,
     METHOD,
     PER_CLASS_WEIGHT,
+    above,
     check_model,
     check_pictures,
     label_arguments,
     labels_of,
     per_class_of,
-    say_above,
+    replacing_said,
     say_left_out,
     say_written,
 )
@@ -109,8 +110,9 @@ def run(args: argparse.Namespace) -> int:
     say_split(split, args)
     print_metrics(metrics, args, monitor.k if "num_images" in metrics else getattr(model.config, "k", None))
     if args.out:
+        what = replacing_said(args.out, "all metrics")
         write_text(args.out, json.dumps(metrics, indent=2) + "\n")
-        say_written(args.out, "all metrics", args)
+        say_written(args.out, what, args)
     if not monitor.drifted and not args.json:  # a drift was said already
         print(monitor.message())
     if args.plot:
@@ -133,23 +135,25 @@ def _show_sets(listed: Any, args: argparse.Namespace, name: str) -> dict[Path, s
         asked += f", accuracy {100 * listed.accuracy:.1f}%"
     if args.per_species:
         table = Path(args.per_species)
+        files[table] = replacing_said(table, "a row for each class")
         with written_to(table) as write:
             write(listed.by_class())
-        files[table] = "a row for each class"
         groups, shares, crowded = listed.groups(SHOWN_CLASSES)
         if groups:
             picture = table.with_suffix(".png")
             names = [[listed.names[j] for j in group] for group in groups]
             title = f"{asked}: classes that are listed together"
             images = [int((listed.labels == j).sum()) for group in groups for j in group]
+            files[picture] = replacing_said(picture, "classes that are listed together")
             confusion_groups(names, shares, images, picture, title, len(listed.names), crowded)
-            files[picture] = "classes that are listed together"
         else:
             print("no two classes are listed together often, so there is no picture of them.", file=sys.stderr)
     if args.unsure:
         images = listed.longest(args.unsure)
         place = Path(args.unsure_out or "runs/" + f"unsure-{name}-{name_of(args)}".replace("/", "-"))
         table, picture = place / "unsure.csv", place / "contact_sheet.png"
+        files[table] = replacing_said(table, f"the {len(images)} images with the longest sets")
+        files[picture] = replacing_said(picture, "the same as pictures")
         with written_to(table) as write:
             write({**each, "image": _as_typed(each["image"], args.dataset)} for each in listed.rows(images))
         shown, (sets, scores) = images[:SHOWN_IMAGES], zip(*map(listed.set_of, images[:SHOWN_IMAGES]), strict=True)
@@ -157,7 +161,6 @@ def _show_sets(listed: Any, args: argparse.Namespace, name: str) -> dict[Path, s
         pictures = [{**(one := listed.stored(i)), "path": one.get("path") or f"image {i}"} for i in shown]
         title = f"{asked}: the photographs of {name_of(args)} with the longest sets, as in unsure.csv"
         contact_sheet(pictures, sets, labels, listed.names, picture, scores, title, ordered=False)
-        files |= {table: f"the {len(images)} images with the longest sets", picture: "the same as pictures"}
     return files
 
 
@@ -172,8 +175,10 @@ def read_split(args: argparse.Namespace, config: Any, unlabelled: bool = False) 
 
     Validation images that the model's training took from train are taken again.
     """
+    import numpy as np
+
     from ..calibration import Calibration
-    from ..data.datasets import check_split, split_validation
+    from ..data.datasets import as_split, check_split, split_validation
     from ..data.loading import load_splits, load_streams
     from ..scope import taken_in_training
 
@@ -196,8 +201,9 @@ def read_split(args: argparse.Namespace, config: Any, unlabelled: bool = False) 
         how["validation_per_class"] = args.validation_per_class
         splits = load_splits(args.dataset, **how, allow_new_classes=True)  # the model's classes count
     name = args.split
-    if name not in splits and is_first_process():
-        say_above(args.dataset)
+    if name not in splits and len(splits) == 1 and above(args.dataset):  # my_plants/test, with train beside it
+        (only,) = splits.values()
+        splits = {name: as_split(only, np.ones(len(only), bool), name)}
     if args.validation_per_class is not None and is_first_process():
         _say_trained_on(splits, config)
     if len(splits) == 1 and name == "test" and "label" not in next(iter(splits.values())).column_names:

@@ -73,12 +73,15 @@ def arguments(parser: argparse.ArgumentParser) -> None:
     data_arguments(parser)
     parser.add_argument("--model", help="timm model (one that suits this many images)")
     parser.add_argument("--checkpoint", metavar="FILE", help="its weights, a .safetensors file (downloaded)")
-    parser.add_argument("--out", default="recipe.yaml", help="file to write, which must be new (%(default)s)")
+    parser.add_argument("--out", default="recipe.yaml", help="file to write (%(default)s)")
+    parser.add_argument("--overwrite", action="store_true", help="replace that file, where there is one")
 
 
 def run(args: argparse.Namespace) -> None:
-    if refuse_link(args.out).exists():
-        raise FileExistsError(f"{args.out} exists and is kept: name another file with --out, or remove it.")
+    if refuse_link(args.out).exists() and not args.overwrite:
+        raise FileExistsError(
+            f"{args.out} exists and is kept: name another file with --out, or replace it with --overwrite."
+        )
     if args.checkpoint and not (args.model and os.path.isfile(args.checkpoint)):
         reason = "say with --model which timm model they are of" if not args.model else "there is no such file"
         raise ValueError(f"--checkpoint {args.checkpoint}: {reason}.")

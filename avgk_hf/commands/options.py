@@ -99,21 +99,22 @@ def read_splits(args: argparse.Namespace) -> Any:
     from ..checks import check_dataset
 
     check_dataset(args.dataset)
-    say_above(args.dataset)
+    if near := above(args.dataset):
+        folder, beside = near
+        text = f"{args.dataset} is one split, and there is `{beside}` beside it: did you mean {folder}?"
+        print(printable(text), file=sys.stderr)
     from ..data import load_splits
 
     columns = {"image_column": args.image_column, "label_column": args.label_column}
     return load_splits(args.dataset, **columns, allow_outside=args.allow_outside, allow_new_classes=True)
 
 
-def say_above(dataset: str) -> None:
-    """Ask whether the folder above is meant, where one is named that is only a split."""
-    above = os.path.normpath(os.path.join(dataset, os.pardir))
-    others = {"train", "validation", "val", "test"} - {os.path.basename(os.path.abspath(dataset))}
-    beside = sorted(name for name in others if len(others) < 4 and os.path.isdir(os.path.join(above, name)))
-    if beside:
-        text = f"{dataset} is one split, and there is `{beside[0]}` beside it: did you mean {above}?"
-        print(printable(text), file=sys.stderr)
+def above(dataset: str) -> tuple[str, str] | None:
+    """Where a folder is only a split of a dataset: that dataset, and another of its splits."""
+    folder, known = os.path.normpath(os.path.join(dataset, os.pardir)), {"train", "validation", "val", "test"}
+    others = known - {os.path.basename(os.path.abspath(dataset))}
+    beside = sorted(name for name in others if len(others) < 4 and os.path.isdir(os.path.join(folder, name)))
+    return (folder, beside[0]) if beside and os.path.isdir(dataset) else None
 
 
 def label_arguments(parser: argparse.ArgumentParser) -> None:
@@ -147,6 +148,11 @@ def writes_card(folder: Path) -> str:
 def say_written(path: object, what: str, args: argparse.Namespace) -> None:
     """Name a file that was written, and what it shows; beside the answer where that is for a program."""
     print(printable(f"written to {path}: {what}"), file=sys.stderr if args.json else sys.stdout)
+
+
+def replacing_said(path: str | Path, what: str) -> str:
+    """What a file shows that is going to be written, and that there is one already."""
+    return f"{what}, in place of the file that was there" if Path(path).is_file() else what
 
 
 def say_left_out(faults: list[str], number: int, left_out: int | None = None) -> int:

@@ -296,9 +296,9 @@ def check_new_classes(splits: Mapping[str, Dataset], train: str = "train") -> No
         if new:
             name, others = names[new[0]], [names[i] for i in trained if i is not None and 0 <= i < len(names)]
             raise ValueError(
-                f"split {split!r} has {len(new)} classes without an image in {train!r}, e.g. {name!r}"
-                f"{_hint(name, others, f'{train!r} has')}: name them alike, or say `allow_new_classes: true`"
-                " (`allow_new_classes=True`)."
+                f"split {split!r} has {len(new)} class{'es' * (len(new) > 1)} without an image in {train!r}, e.g."
+                f" {name!r}{_hint(name, others, f'{train!r} has')}: name them alike, put images of them there, or say"
+                " `allow_new_classes: true` (`allow_new_classes=True`)."
             )
 
 

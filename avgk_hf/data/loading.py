@@ -135,7 +135,9 @@ def _read(
     folder = Path(dataset)
     check_dataset(dataset)
     if folder.is_file():
-        raise ValueError(f"dataset={dataset!r} is a file; name the folder that holds it.")
+        recipe = folder.suffix.lower() in (".yaml", ".yml")
+        remedy = f"a recipe is trained with `avgk train {dataset}`" if recipe else "name the folder that holds it"
+        raise ValueError(f"dataset={dataset!r} is a file; {remedy}.")
     if folder.is_dir() and not any(folder.iterdir()):
         raise ValueError(f"dataset={dataset!r} is an empty folder; images belong in {dataset}/train/<class>/.")
     saved = (folder / "dataset_dict.json").exists() or (folder / "dataset_info.json").exists()

@@ -35,7 +35,7 @@ def confusion_groups(
     width, places, left = max(side + 2.4, 6.0), range(len(names)), (classes or 0) - len(names)
     rows = [f"{name} ({number:,})" for name, number in zip(names, images, strict=True)]
     text = (
-        "How to read it: a row are the photographs of one class, as many as stand behind its name; a number is the"
+        "How to read it: a row holds the photographs of one class, as many as stand behind its name; a number is the"
         " percentage of them whose set lists the class of the column; on the diagonal that is the class itself. A box"
         " holds classes that are often listed together, on average over its pairs; others may be close to one of them."
     )

@@ -169,14 +169,17 @@ def set_size_histogram(counts: dict[str, Sequence[int]], path: str | Path, title
                 continue
             places = sizes + (i - (len(counts) - 1) / 2) * width
             style = {"color": COLOURS[i % len(COLOURS)], "hatch": HATCHES[i % len(HATCHES)], "edgecolor": "white"}
-            axis.bar(places, shares, width, label=label, **style)
+            bars = axis.bar(places, shares, width, label=label, **style)
+            if len(counts) == 1:
+                axis.bar_label(bars, [f"{share:.1f}" if share else "" for share in shares], fontsize=7)
         axis.set_xlim(-0.6, largest + 0.6)
         axis.xaxis.get_major_locator().set_params(integer=True)
 
 
 def by_shot(set_sizes: dict[str, list[int]]) -> dict[str, list[int]]:
     """The series for few, medium and many shot classes, where there are such."""
-    return {f"{name} shot": set_sizes[name] for name in ("few", "medium", "many") if sum(set_sizes.get(name, ()))}
+    words = {"few": "under 20", "medium": "20 to 100", "many": "over 100"}
+    return {f"{n} training images": set_sizes[name] for name, n in words.items() if sum(set_sizes.get(name, ()))}
 
 
 def accuracy_curve(
