@@ -151,17 +151,17 @@ def evaluate(
         how["balancing"] = calibrated_balances(model, dataset, classes, balance, run=run, **balancing)
     evaluation = _plan(model.config, dataset, list(ks), calibrate, coverage, monitor, balance, how)
     run_model(model, dataset, [evaluation, *listed], **run, description="calibrate" if calibrate else "evaluate")
-    _ask_about_guessing(evaluation, model.config)
     if calibrate:
         evaluation.store(dataset=dataset_name, split=str(dataset.split or "validation"))
-    return {**_reported(evaluation, isinstance(model, AvgKForImageClassification), monitor), **skipped}
+    metrics = _reported(evaluation, isinstance(model, AvgKForImageClassification), monitor)
+    _ask_about_guessing(metrics, len(dataset), len(model.config.id2label))
+    return {**metrics, **skipped}
 
 
-def _ask_about_guessing(evaluation: Evaluation, config: Any) -> None:
+def _ask_about_guessing(metrics: Mapping[str, float], images: int, number: int) -> None:
     """Ask what a model that is no better than guessing was given; sure enough by two standard deviations."""
-    top1, number = evaluation.metrics().get("top1_accuracy"), len(config.id2label)
-    chance, images = 1 / max(number, 1), max(evaluation.num_examples, 1)
-    if top1 is not None and top1 <= chance + 2 * math.sqrt(chance * (1 - chance) / images):
+    top1, chance = metrics.get("top1_accuracy"), 1 / max(number, 1)
+    if top1 is not None and top1 <= chance + 2 * math.sqrt(chance * (1 - chance) / max(images, 1)):
         logger.warning(
             f"top-1 accuracy {top1:.2%} is that of guessing among {number} classes: are the model's names in the order"
             " of its outputs, and the images prepared as for its training?"

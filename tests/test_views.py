@@ -138,7 +138,7 @@ def test_a_recipe_asks_for_it(image_folder, tmp_path, capsys):
     card = (tmp_path / "run" / "README.md").read_text()
     assert "| test time | flip |" in card
     capsys.readouterr()
-    assert main(["train", str(recipe), "--cache_features", "true", "--freeze_backbone", "true"]) == 2
+    assert main(["train", str(recipe), "--overwrite", "--cache_features", "true", "--freeze_backbone", "true"]) == 2
     assert "test_time_augmentation='flip' needs its mirror image too" in capsys.readouterr().err
 
 

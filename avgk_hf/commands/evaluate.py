@@ -83,7 +83,7 @@ def run(args: argparse.Namespace) -> int:
     check_model(args.model, args.k, dataset=args.dataset, levels=args.coverage or ())
     check_pictures(args.plot, args.per_species, args.unsure)
     quiet_unless_first()
-    if args.out and Path(args.out).suffix.lower() != ".json":
+    if args.out and Path(args.out).suffix.lower() not in ("", ".json"):
         remedy = "a table of the classes is --per-species FILE, the sets of images are written by `avgk predict`"
         raise ValueError(f"--out {args.out} gets metrics as JSON: name a file that ends with .json ({remedy}).")
     if args.per_species:

@@ -313,8 +313,8 @@ def check_one_split(dataset: Any) -> None:
     if not hasattr(dataset, "column_names") or isinstance(dataset, dict):
         given = f"the splits {list(dataset)}" if isinstance(dataset, dict) else f"a {type(dataset).__name__}"
         raise ValueError(f"the dataset is {given}: give one split, e.g. `load_splits(FOLDER)['validation']`.")
-    classes = [name for name, feature in (dataset.features or {}).items() if isinstance(feature, ClassLabel)]
-    if classes and "label" not in dataset.column_names:
+    columns = dataset.features if isinstance(dataset, Dataset) and "label" not in dataset.column_names else {}
+    if classes := [name for name, feature in columns.items() if isinstance(feature, ClassLabel)]:
         logger.warning(
             f"there is no column 'label', so only the sizes of sets are measured; {classes[0]!r} may be it."
         )
