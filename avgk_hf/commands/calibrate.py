@@ -71,7 +71,7 @@ def run(args: argparse.Namespace) -> int:
     how |= {"classes_from_dataset": args.classes_from_dataset, "keep_heads": args.keep_heads}
     if args.prevalence:
         how["prevalence"] = _prevalence(args, model.config)
-    if args.out and args.labels_by_position and "label" in split.column_names:
+    if args.out and args.labels_by_position and "label" in split.features:  # which not every stream knows
         _name_classes(model.config, split.features["label"].names)
     metrics, *left_out = measure(model, split, args, calibrate=True, **how)
     if not is_first_process():
