@@ -24,7 +24,7 @@ from .conformal import METHODS
 from .confusions import Listed
 from .data import Stream, prepare, skip_bad_images
 from .data.classes import Labels, align_classes
-from .data.datasets import ON_BAD_IMAGE, check_one_split
+from .data.datasets import ON_BAD_IMAGE, is_labelled
 from .data.transforms import ImageTransform
 from .losses import make_loss
 from .modeling import AvgKForImageClassification
@@ -137,9 +137,7 @@ def evaluate(
     Returns:
         The metrics, as `AvgKTrainer.evaluate` names them, without prefix; with `"skip"` also how many are `skipped`.
     """
-    check_one_split(dataset)
-    run, labelled = {"batch_size": batch_size, "num_workers": num_workers}, "label" in (dataset.column_names or ())
-    coverage = coverage if coverage is None or isinstance(coverage, Iterable) else [coverage]
+    run, labelled = {"batch_size": batch_size, "num_workers": num_workers}, is_labelled(dataset)
     special, ks = per_class or check_choice("method", method, METHODS) != "lac", k if isinstance(k, Iterable) else [k]
     check_asked(labelled, calibrate, monitor is not None, coverage is not None or special, balancing)
     dataset, skipped = _readable(dataset, dataset_name, on_bad_image, **run)
@@ -153,9 +151,7 @@ def evaluate(
     run_model(model, dataset, [evaluation, *listed], **run, description="calibrate" if calibrate else "evaluate")
     if calibrate:
         evaluation.store(dataset=dataset_name, split=str(dataset.split or "validation"))
-    metrics = _reported(evaluation, isinstance(model, AvgKForImageClassification), monitor)
-    _ask_about_guessing(metrics, len(dataset), len(model.config.id2label))
-    return {**metrics, **skipped}
+    return {**_reported(evaluation, isinstance(model, AvgKForImageClassification), monitor), **skipped}
 
 
 def _ask_about_guessing(metrics: Mapping[str, float], images: int, number: int) -> None:
@@ -191,13 +187,14 @@ def _plan(
     dataset: Dataset,
     k: list[float],
     calibrate: bool,
-    coverage: Iterable[float] | None,
+    coverage: float | Iterable[float] | None,
     monitor: SetSizeMonitor | None,
     balance: float | str | None,
     how: dict[str, Any],
 ) -> Evaluation:
     """What is collected; a question that cannot be answered is refused."""
     how["balance"] = None if calibrate else balance
+    coverage = coverage if coverage is None or isinstance(coverage, Iterable) else [coverage]
     labelled, watched = "label" in dataset.column_names, None if monitor is None else monitor.k
     ks = evaluated_sizes(config, k, calibrate, labelled, watched, len(how["classes"] or config.id2label))
     asked = {name: how[name] for name in ("method", "per_class", "balance")}
@@ -263,6 +260,7 @@ def _reported(evaluation: Evaluation, has_loss: bool, monitor: SetSizeMonitor | 
         metrics = sizes_only(metrics, evaluation.num_examples, monitor.k, evaluation.own_k)
     elif has_loss:
         metrics = {"loss": evaluation.loss_sum / evaluation.num_examples, **metrics}
+    _ask_about_guessing(metrics, evaluation.num_examples, len(evaluation.config.id2label))
     return metrics | ({} if monitor is None else monitor.watch(evaluation.set_sizes(monitor.k)))
 
 

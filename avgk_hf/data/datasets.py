@@ -308,8 +308,8 @@ def check_prepared(name: str, dataset: Any) -> None:
         raise ValueError(f"{name} holds images as they are stored, not as the model takes them: `prepare(it, model)`.")
 
 
-def check_one_split(dataset: Any) -> None:
-    """Refuse what is not one split of `load_splits`: a name, all splits at once, a dataset of another package."""
+def is_labelled(dataset: Any) -> bool:
+    """Whether a split has labels; what is not one split is refused: a name, all at once, one of another package."""
     if not hasattr(dataset, "column_names") or isinstance(dataset, dict):
         given = f"the splits {list(dataset)}" if isinstance(dataset, dict) else f"a {type(dataset).__name__}"
         raise ValueError(f"the dataset is {given}: give one split, e.g. `load_splits(FOLDER)['validation']`.")
@@ -318,6 +318,7 @@ def check_one_split(dataset: Any) -> None:
         logger.warning(
             f"there is no column 'label', so only the sizes of sets are measured; {classes[0]!r} may be it."
         )
+    return "label" in (dataset.column_names or ())
 
 
 def check_length(name: str, dataset: Any) -> None:
