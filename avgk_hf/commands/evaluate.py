@@ -201,7 +201,9 @@ def read_split(args: argparse.Namespace, config: Any, unlabelled: bool = False) 
         how["validation_per_class"] = args.validation_per_class
         splits = load_splits(args.dataset, **how, allow_new_classes=True)  # the model's classes count
     name = args.split
-    if name not in splits and len(splits) == 1 and above(args.dataset):  # my_plants/test, with train beside it
+    if (
+        name not in splits and len(splits) == 1 and not args.streaming and above(args.dataset)
+    ):  # my_plants/test, with train beside it
         (only,) = splits.values()
         splits = {name: as_split(only, np.ones(len(only), bool), name)}
     if args.validation_per_class is not None and is_first_process():
