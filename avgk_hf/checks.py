@@ -201,7 +201,9 @@ def read_config(folder: Path) -> dict[str, Any]:
             f"did you mean '{inside[0]}'?" if inside else "name that of a trained or saved model, e.g. runs/plants."
         )
         if inside and all(path.name.startswith("checkpoint-") for path in inside):
-            remedy = f"its training was stopped, and goes on with `--resume_from_checkpoint last`. {remedy}"
+            remedy = (
+                f"its training is not finished; `--resume_from_checkpoint last` goes on if it was stopped. {remedy}"
+            )
         raise FileNotFoundError(f"{folder} is no model, it holds no config.json: {remedy}")
     return read_json(folder / "config.json")
 

@@ -73,11 +73,11 @@ class Listed:
         return float((np.repeat(self.labels, self.sizes) == self.ids).sum() / len(self.sizes))
 
     def longest(self, number: int) -> np.ndarray:
-        """The images with the longest sets, and among equals those whose best class has the lowest score."""
+        """The images with empty sets, then those with the longest, of equals that whose best class scores lowest."""
         best = np.full(len(self.sizes), -np.inf)
         some = self.sizes > 0
         best[some] = self.scores[self._starts[:-1][some]]
-        return np.lexsort((best, -self.sizes))[:number]
+        return np.lexsort((best, -self.sizes, some))[:number]
 
     def counts(self) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
         """Pairs of classes (p,), (p,) and on how many images of the first the second is listed, (p,)."""

@@ -40,7 +40,7 @@ class EpochLines(ProgressCallback):
 
     def __init__(self, bars: bool = True) -> None:
         super().__init__()
-        self.bars, self._training, self._loss = bars, False, None
+        self.bars, self._training, self._loss, self._rarely = bars, False, None, False
 
     def on_train_begin(self, args: TrainingArguments, state: TrainerState, control: Any, **kwargs: Any) -> None:
         """Begin to count the time."""
@@ -84,9 +84,12 @@ class EpochLines(ProgressCallback):
         if not self._training or not state.is_world_process_zero:
             return
         parts = [f"epoch {round(state.epoch or 0, 2):g}/{state.num_train_epochs:g}"]
+        self._rarely |= (
+            self._loss is None
+        )  # then its own loss stands in some lines only, and that of validation in all
         if self._loss is not None:
             parts.append(f"loss {self._loss:.2f}")
-        elif "eval_loss" in metrics:
+        if self._rarely and "eval_loss" in metrics:
             parts.append(f"validation loss {metrics['eval_loss']:.2f}")
         self._loss = None
         name, few = "eval_average_k_accuracy", metrics.get("eval_few_shot_accuracy")

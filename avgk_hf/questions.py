@@ -18,6 +18,7 @@ from .records import check_balance
 from .scores import normalised
 from .sets import best_first, check_k
 
+OTHERWISE = {"threshold": "lambda_val", "top_k": "k", "topk": "k", "confidence": "coverage"}  # what others call it
 LARGE = 0.01  # a probability that few classes reach: sorting all of them takes longest, and these are usually enough
 
 
@@ -90,7 +91,8 @@ class Question:
     def of(cls, **asked: Any) -> "Question":
         """The question, after refusing a name that is none of its fields."""
         for name in set(asked) - set(cls.__dataclass_fields__):
-            near = get_close_matches(name.lower(), cls.__dataclass_fields__, 1, 0.5)
+            near = [OTHERWISE[name]] if name in OTHERWISE else None
+            near = near or get_close_matches(name.lower(), cls.__dataclass_fields__, 1, 0.5)
             hint = f"; did you mean {near[0]!r}?" if near else f", only {', '.join(cls.__dataclass_fields__)}."
             raise ValueError(f"a set cannot be asked for by {name!r}{hint}")
         return cls(**asked)

@@ -230,7 +230,7 @@ def _show_results(trainer: AvgKTrainer, results: dict[str, Any]) -> None:
         epoch = step / state.global_step * state.epoch
         print(f"the weights are those after epoch {epoch:.4g} of {state.epoch:.4g}, the best on validation")
     if (approximate := promise(Calibration.of(trainer.model.config))) is not None:
-        print(approximate)
+        print(f"{approximate.partition(', so that')[0]} (`avgk info` says more)")
 
 
 def run_seeds(arguments: list[str], keep: bool = False) -> str:

@@ -707,7 +707,9 @@ def test_mistakes_of_a_hurry(trained_run, image_folder, tmp_path, monkeypatch, c
     assert Path(f"runs/unsure-{trained_run.name}-{image_folder.name}/unsure.csv").is_file()
     Path("stopped/checkpoint-3").mkdir(parents=True)
     Path("stopped/checkpoint-3/config.json").write_text("{}")
-    assert "its training was stopped, and goes on with `--resume_from_checkpoint last`" in said("info", "stopped")
+    assert "its training is not finished; `--resume_from_checkpoint last` goes on if it was stopped" in said(
+        "info", "stopped"
+    )
 
 
 def test_a_training_that_was_stopped_is_kept(recipe, tmp_path, capsys):

@@ -87,7 +87,7 @@ def run(args: argparse.Namespace) -> int:
         _draw(calibration, args)
     if not args.json:
         _say_balances(calibration, args)
-        print(f"thresholds written to {args.out or args.model}")
+        print(f"thresholds written to {args.out or args.model}; without --k it answers for K = {calibration.k:g}")
         _say_what_changed(before, _recorded(model.config), None if args.out else Path(args.model))
         if (approximate := promise(Calibration.of(model.config))) is not None:
             print(approximate)

@@ -101,8 +101,10 @@ def run(args: argparse.Namespace) -> int:
     split = read_split(args, model.config, unlabelled=args.label_column == "label")  # one that is named must be there
     if args.per_species and "label" not in split.column_names:
         raise ValueError("--per-species needs labels, and these images have none: leave it out, or use --unsure.")
-    monitor = SetSizeMonitor.from_config(model.config, *args.k[:1], balance=args.balance)
-    listed = Listed(model.config, *args.k[:1], balance=args.balance) if args.per_species or args.unsure else None
+    own = getattr(model.config, "k", None)  # the tables are about this one, or the first that is asked for
+    k = [own] if own in args.k else args.k[:1]
+    monitor = SetSizeMonitor.from_config(model.config, *k, balance=args.balance)
+    listed = Listed(model.config, *k, balance=args.balance) if args.per_species or args.unsure else None
     how = {"method": args.method, "per_class": per_class_of(args), "monitor": monitor}
     metrics, *left_out = measure(model, split, args, listed=[listed] if listed else (), **how)
     if not is_first_process():
@@ -135,7 +137,7 @@ def _show_sets(listed: Any, args: argparse.Namespace, name: str) -> dict[Path, s
         asked += f", accuracy {100 * listed.accuracy:.1f}%"
     if args.per_species:
         table = Path(args.per_species)
-        files[table] = replacing_said(table, "a row for each class")
+        files[table] = replacing_said(table, f"a row for each class, K = {listed.k:g}")
         with written_to(table) as write:
             write(listed.by_class())
         groups, shares, crowded = listed.groups(SHOWN_CLASSES)
@@ -152,7 +154,7 @@ def _show_sets(listed: Any, args: argparse.Namespace, name: str) -> dict[Path, s
         images = listed.longest(args.unsure)
         place = Path(args.unsure_out or "runs/" + f"unsure-{name}-{name_of(args)}".replace("/", "-"))
         table, picture = place / "unsure.csv", place / "contact_sheet.png"
-        files[table] = replacing_said(table, f"the {len(images)} images with the longest sets")
+        files[table] = replacing_said(table, f"the {len(images)} images with the longest sets, K = {listed.k:g}")
         files[picture] = replacing_said(picture, "the same as pictures")
         with written_to(table) as write:
             write({**each, "image": _as_typed(each["image"], args.dataset)} for each in listed.rows(images))

@@ -97,7 +97,8 @@ def run(args: argparse.Namespace) -> None:
     print(text.partition("# written by")[0].replace("# ", ""), end="")
     for kind, found in beside_images(args.dataset).items():
         print(printable(f"{kind}: {', '.join(found[:3])}{f' and {len(found) - 3:,} more' * (len(found) > 3)}"))
-    print(f"written to {args.out}; train with `avgk train {shlex.quote(args.out)}`")
+    refused = "; names that are nearly alike are refused by the training" if "did you mean" in text else ""
+    print(f"written to {args.out}; train with `avgk train {shlex.quote(args.out)}`{refused}")
 
 
 def recipe_for(splits: Any, args: argparse.Namespace) -> str:

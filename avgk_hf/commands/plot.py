@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from ..files import make_folder, refuse_link, write_text
+from ..files import refuse_link, write_text
 from ..shell import printable
 from .options import ALLOW_OUTSIDE, check_pictures
 
@@ -47,7 +47,7 @@ def plot_runs(runs: Sequence[str | Path], out: str | Path, allow_outside: bool =
     from ..study.seeds import find_runs
 
     refuse_link(out)
-    runs, out = find_runs(runs), make_folder(out)
+    runs, out = find_runs(runs), Path(out)
     names = [run.name for run in runs]
     if len(set(names)) < len(names):
         names = [str(run).strip("/").replace("/", "-") for run in runs]
@@ -97,6 +97,11 @@ def _splits(data: Any, allow_outside: bool) -> tuple[Any, Any]:
     """The validation and test images of a run, without those that its training left out."""
     from ..data import load_splits, skip_bad_images
 
+    if data.dataset != "glyphs" and "/" not in data.dataset and not Path(data.dataset).exists():
+        raise FileNotFoundError(
+            f"results.json names the data {data.dataset!r}, and there is no such folder here: go where it is, or name"
+            " its path when you train, `AvgKTrainer(..., dataset_name=PATH)`."
+        )
     columns = data.dataset_config, data.image_column, data.label_column, data.glyphs_seed
     taken = data.validation_per_class, data.split_seed, False
     splits = load_splits(data.dataset, *columns, *taken, allow_outside, allow_new_classes=True)

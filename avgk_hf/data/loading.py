@@ -244,6 +244,7 @@ def _columns(splits: Mapping[str, Any], dataset: str, columns: dict[str, str], u
                 if list(columns.values()) == ["image", "label"] and split.column_names == ["image"]:
                     raise ValueError(
                         _misplaced(dataset)
+                        or _empty(dataset)
                         or f"dataset {dataset!r} does not say which class its images are of: they belong in one folder"
                         f" for each of two or more classes, none deeper than others, {dataset}/train/<class>/x.jpg."
                         " (In a table, the column of classes is named with `label_column:` or `--label-column`.)"
@@ -254,6 +255,13 @@ def _columns(splits: Mapping[str, Any], dataset: str, columns: dict[str, str], u
                     f" the right one with `{ours}_column:` in a recipe, `--{ours}-column` for a command.{hint}"
                 )
     return columns
+
+
+def _empty(dataset: str) -> str | None:
+    """The first class folder without a file, in a sentence: with one other class there is none to tell it from."""
+    folders = (path for path in sorted(Path(dataset).glob("*/*")) if path.is_dir() and not path.name.startswith("."))
+    empty = next((path.relative_to(dataset).as_posix() for path in folders if not any(path.iterdir())), None)
+    return f"dataset {dataset!r}: {empty} has no image, and two classes at least must have some." if empty else None
 
 
 def _misplaced(dataset: str) -> str | None:

@@ -161,6 +161,8 @@ def prepare(
         raise ValueError(
             f"prepare takes one split, not all of {list(dataset)}: e.g. `prepare(splits['train'], model)`."
         )
+    if not hasattr(dataset, "column_names"):
+        raise ValueError(f"prepare takes the split first and the model second, not a {type(dataset).__name__}.")
     config = getattr(config, "config", config)
     for column in ("image", "label") if labelled else ("image",):
         if column not in dataset.column_names:

@@ -123,7 +123,8 @@ def drawn_axis(
         axis.set_axisbelow(True)
         axis.spines[["top", "right"]].set_visible(False)
         if below:
-            figure.legend(loc="outside lower center", ncols=2, frameon=False, fontsize=9)
+            long = max(map(len, axis.get_legend_handles_labels()[1]), default=0) > 36
+            figure.legend(loc="outside lower center", ncols=1 if long else 2, frameon=False, fontsize=9)
         elif axis.get_legend_handles_labels()[0]:
             axis.legend(frameon=False)
         save(figure, path)
