@@ -198,7 +198,7 @@ def promise(calibration: Calibration) -> str | None:
     verb = "were" if len(chosen) > 1 else "was"
     return (
         f"coverage is approximate: the {' and the '.join(chosen)} {verb} chosen on the images of the calibration,"
-        " so that somewhat fewer sets than asked for may hold the true class. `calibration_split: auto` keeps images aside"
-        f" for it from {2 * LEAST_ASIDE:,} validation images on (these are"
+        " so that somewhat fewer sets than asked for may hold the true class. `calibration_split: auto` keeps images"
+        f" aside from {2 * LEAST_ASIDE:,} validation images on (these are"
         f" {calibration.source.get('num_examples', 'fewer')}), and `avgk calibrate --keep-heads` takes others."
     )

@@ -225,7 +225,7 @@ def test_evaluate_writes_species_and_unsure_images(model_folder, image_folder, t
         assert Path(each["image"]).parent.name == each["true_species"] and Path(each["image"]).is_file()
         assert (each["true_in_set"] == "yes") == (each["true_species"] in each["classes"].split(" | "))
     assert f"{Path(image_folder).name}, split test: 30 images\n\n" in printed
-    assert f"written to {table}: a row for each class, K = 2\n" in printed
+    assert f"written to {table}: a row for each class, K = 3\n" in printed
     for picture in (table.with_suffix(".png"), out / "contact_sheet.png"):
         assert picture.read_bytes()[:4] == b"\x89PNG" and str(picture) in printed
     flat = tmp_path / "flat"
