@@ -103,7 +103,7 @@ def run(args: argparse.Namespace) -> int:
         raise ValueError("--per-species needs labels, and these images have none: leave it out, or use --unsure.")
     own = getattr(model.config, "k", None)  # the tables are about this one, or the first that is asked for
     k = [own] if own in args.k else args.k[:1]
-    monitor = SetSizeMonitor.from_config(model.config, *k, balance=args.balance)
+    monitor = SetSizeMonitor.from_config(model.config, *args.k[:1], balance=args.balance)
     listed = Listed(model.config, *k, balance=args.balance) if args.per_species or args.unsure else None
     how = {"method": args.method, "per_class": per_class_of(args), "monitor": monitor}
     metrics, *left_out = measure(model, split, args, listed=[listed] if listed else (), **how)
