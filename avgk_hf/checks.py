@@ -180,7 +180,9 @@ def model_folder(name: str) -> Path | None:
         return folder
     if folder.is_file():
         raise NotADirectoryError(f"{name!r} is a file; name the folder of a saved model.")
-    if (near := near_folder(name)) is not None:
+    own = Path("runs") / name  # where recipes of `avgk init` put it
+    near = str(own) if (own / "config.json").is_file() else near_folder(name)
+    if near is not None:
         raise FileNotFoundError(f"there is no model folder {name!r}; did you mean {near!r}?")
     if folder.is_absolute() or name.startswith((".", "~", "runs/")) or name.count("/") > 1:
         remedy = "train one first (`avgk train RECIPE`), or check the name"
@@ -201,8 +203,10 @@ def read_config(folder: Path) -> dict[str, Any]:
             f"did you mean '{inside[0]}'?" if inside else "name that of a trained or saved model, e.g. runs/plants."
         )
         if inside and all(path.name.startswith("checkpoint-") for path in inside):
+            last = max(inside, key=lambda path: (len(path.name), path.name))
             remedy = (
-                f"its training is not finished; `--resume_from_checkpoint last` goes on if it was stopped. {remedy}"
+                "its training is not finished; if it was stopped, `avgk train RECIPE --resume_from_checkpoint last`"
+                f" goes on. The last that was saved is {str(last)!r}."
             )
         raise FileNotFoundError(f"{folder} is no model, it holds no config.json: {remedy}")
     return read_json(folder / "config.json")

@@ -24,6 +24,8 @@ def _number(text: str, kind: type = float, word: str = "number, e.g. 2") -> floa
         return kind(text)
     except ValueError:
         remedy = f"; several are written `{' '.join(text.split(','))}`" if "," in text else ""
+        if text.endswith("%"):
+            remedy = "; a share is written without %, e.g. 0.9 for 90%"
         raise argparse.ArgumentTypeError(f"{text!r} is no {word}{remedy}") from None
 
 

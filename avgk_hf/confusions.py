@@ -31,6 +31,8 @@ class Listed:
         labels: True classes (n,), or None.
         ids: The classes of all sets one after the other, best first, (sum of sizes,).
         scores: Theirs.
+        best: The best class of each image, in its set or below the threshold, (n,).
+        best_scores: Theirs.
     """
 
     dataset: Dataset
@@ -38,6 +40,8 @@ class Listed:
     labels: np.ndarray | None
     ids: np.ndarray
     scores: np.ndarray
+    best: np.ndarray
+    best_scores: np.ndarray
 
     def __init__(self, config: Any, k: float | None = None, balance: float | None = None) -> None:
         self.calibration, self.names = Calibration.of(config).at(balance), config.id2label
@@ -52,13 +56,16 @@ class Listed:
         sets = self.answer.classes(scores)
         sizes, ids = np.array([len(one) for one in sets]), np.array([j for one in sets for j in one], np.int32)
         of_sets = scores.numpy()[np.repeat(np.arange(len(sets)), sizes), ids]
-        self._parts.append((first, [sizes, ids, of_sets, *([] if labels is None else [labels.cpu().numpy()])]))
+        best = [each.numpy() for each in scores.max(1)]
+        known = [] if labels is None else [labels.cpu().numpy()]
+        self._parts.append((first, [sizes, ids, of_sets, *best, *known]))
 
     def merge(self, device: torch.device | str) -> None:
         """Give every process the sets of all, in the order of the images."""
         parts = [part for _, part in sorted(gather_list(self._parts), key=lambda part: part[0])]
         self._parts = []
-        self.sizes, self.ids, self.scores, *labels = (np.concatenate(column) for column in zip(*parts, strict=True))
+        columns = (np.concatenate(column) for column in zip(*parts, strict=True))
+        self.sizes, self.ids, self.scores, self.best_scores, self.best, *labels = columns
         self.labels = labels[0] if labels else None
         self._starts = np.concatenate([[0], np.cumsum(self.sizes)])
 
@@ -67,6 +74,10 @@ class Listed:
         place = slice(self._starts[image], self._starts[image + 1])
         return self.ids[place], self.scores[place]
 
+    def named(self, image: int) -> tuple[np.ndarray, np.ndarray]:
+        """The same, but where the set is empty its best class: a guess below the threshold, as in the pipeline."""
+        return self.set_of(image) if self.sizes[image] else (self.best[[image]], self.best_scores[[image]])
+
     @property
     def accuracy(self) -> float:
         """The share of the images whose set holds their class."""
@@ -74,10 +85,7 @@ class Listed:
 
     def longest(self, number: int) -> np.ndarray:
         """The images with empty sets, then those with the longest, of equals that whose best class scores lowest."""
-        best = np.full(len(self.sizes), -np.inf)
-        some = self.sizes > 0
-        best[some] = self.scores[self._starts[:-1][some]]
-        return np.lexsort((best, -self.sizes, some))[:number]
+        return np.lexsort((self.best_scores, -self.sizes, self.sizes > 0))[:number]
 
     def counts(self) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
         """Pairs of classes (p,), (p,) and on how many images of the first the second is listed, (p,)."""
@@ -171,17 +179,18 @@ class Listed:
 
     def rows(self, images: Sequence[int]) -> list[Row]:
         """Rows as `avgk predict` writes them, of some images, with their true class where it is known."""
-        found = []
+        found, asked = [], ("k", self.k)
         for image in images:
-            classes, scores = self.set_of(image)
+            classes, scores = self.named(image)
             names = [{"label": self.names[int(j)], "score": float(s)} for j, s in zip(classes, scores, strict=True)]
-            path, known = self.stored(image).get("path") or f"image {image}", {}
+            path, known = self.stored()[int(image)].get("path") or f"image {image}", {}
             if self.labels is not None:
                 true = int(self.labels[image])
                 known = {"true_species": self.names[true], "true_in_set": "yes" if true in classes else "no"}
-            found.append({"image": path} | known | row(path, ("k", self.k), names, balance=self.calibration.balance))
+            own = row(path, asked, names, lambda_val=self.answer.lambda_val, balance=self.calibration.balance)
+            found.append({"image": path} | known | own)
         return found
 
-    def stored(self, image: int) -> dict[str, Any]:
-        """One image as the dataset holds it: `bytes` and `path`."""
-        return self.dataset.with_format(None).cast_column("image", Image(decode=False))[int(image)]["image"]
+    def stored(self) -> Sequence[dict[str, Any]]:
+        """The images as the dataset holds them, each as `bytes` and `path`, read when they are asked for."""
+        return self.dataset.with_format(None).cast_column("image", Image(decode=False))["image"]

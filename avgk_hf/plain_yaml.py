@@ -70,9 +70,11 @@ def read_recipe(path: Path) -> dict[str, Any]:
         kind, remedy = "folder of images", f"`avgk init {shlex.quote(str(path))} --out recipe.yaml` writes one"
         if (path / "config.json").exists():
             kind, remedy = "model", f"name the YAML file; `avgk info {shlex.quote(str(path))}` says what the model is"
+            remedy += ", and `avgk report` and `avgk plot` compare finished runs"
         raise IsADirectoryError(f"{path} is a {kind}, no recipe: {remedy}.")
     if not path.is_file():
-        near = near_folder(str(path), file=True)
+        ended = f"{path}.yaml"
+        near = ended if Path(ended).is_file() else near_folder(str(path), file=True)
         hint = f"did you mean {near!r}?" if near else "name a YAML file."
         raise FileNotFoundError(f"there is no recipe {str(path)!r}; {hint}")
     try:

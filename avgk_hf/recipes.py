@@ -31,7 +31,14 @@ from .training_args import HONOURED, AvgKTrainingArguments
 
 MOST_COMBINATIONS = 100_000  # of a search
 RANGES = {"image_size": (1, MOST_SIDE), "in_chans": (1, MOST_CHANNELS)}
-RANGES |= dict.fromkeys(("validation_per_class", "validation_if_none"), (1, math.inf)) | {"glyphs_seed": (0, math.inf)}
+RANGES |= dict.fromkeys(("test_per_class", "validation_per_class", "validation_if_none"), (1, math.inf))
+OTHERWISE = {  # what people call a field
+    "out": "output_dir",
+    "epochs": "num_train_epochs",
+    "batch_size": "per_device_train_batch_size",
+    "lr": "learning_rate",
+}
+RANGES |= {"glyphs_seed": (0, math.inf)}
 METRICS = ("loss", "average_k_accuracy", *(f"average_k_accuracy_{head}" for head in HEADS), "lambda_val")
 METRICS += ("mean_set_size", "empty_sets", "top1_accuracy", "topk_accuracy", "macro_accuracy")
 METRICS += tuple(f"{name}_shot_accuracy" for name in SHOTS)
@@ -104,6 +111,7 @@ class DataArguments:
     validation_if_none: int | None = HfArg(
         default=None, help="The same, but only where the dataset has no validation split."
     )
+    test_per_class: int | None = HfArg(default=None, help="Test images of each class to take from train.")
     split_seed: int = HfArg(default=0, help="Which images these take.")
     calibration_split: str = HfArg(
         default="none",
@@ -187,7 +195,8 @@ def parse_recipe(arguments: list[str]) -> Arguments:
                 raise ValueError(
                     f"{name!r} in {place} is no hyperparameter of objective {objective!r}, which has {own}."
                 )
-            near = difflib.get_close_matches(name.lower(), sorted(known), n=1, cutoff=0.5)
+            near = [OTHERWISE[name]] if name in OTHERWISE else []
+            near = near or difflib.get_close_matches(name.lower(), sorted(known), n=1, cutoff=0.5)
             hint = f" Did you mean {near[0]!r}?" if near else " `avgk train --help` lists the fields."
             raise ValueError(f"unknown field {name!r} in {place}.{hint}")
     for name, value in recipe.items():

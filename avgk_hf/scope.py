@@ -181,12 +181,13 @@ def choices(before: Calibration, source: dict[str, Any], made: list[str]) -> dic
 
 
 def taken_in_training(calibration: Calibration) -> tuple[str | None, dict[str, int]]:
-    """The dataset from whose training images a training took some of each class, and how: the arguments for it."""
+    """The dataset from whose training images a training took some of each class, and the arguments to take them."""
     found = calibration.source.get("taken")
-    number, seed = (found.get(name) if isinstance(found, dict) else None for name in ("per_class", "seed"))
-    if type(number) is not int or type(seed) is not int or min(number - 1, seed) < 0:  # of a stranger
-        return None, {}
-    return found.get("dataset"), {"per_class": number, "seed": seed}
+    found = found if isinstance(found, dict) else {}
+    names = {"per_class": "validation", "test_per_class": "test", "seed": "seed"}
+    how = {argument: found[name] for name, argument in names.items() if name in found}
+    known = all(type(value) is int and value >= (name != "seed") for name, value in how.items())  # of a stranger
+    return (found.get("dataset"), how) if known and "seed" in how and len(how) > 1 else (None, {})
 
 
 def promise(calibration: Calibration) -> str | None:

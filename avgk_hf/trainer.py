@@ -20,7 +20,7 @@ from .configuration import AvgKConfig
 from .conformal import enough_images, level_key
 from .data import class_counts
 from .data.classes import check_names
-from .data.datasets import TAKE, check_length, check_prepared, collate, taken_as
+from .data.datasets import TAKE, TAKE_TEST, check_length, check_prepared, collate, taken_as
 from .evaluation import Evaluation, loop
 from .files import new_file, write_text
 from .losses import make_loss
@@ -88,9 +88,8 @@ class AvgKTrainer(ObjectiveTrainer):
         # a local folder goes into config and card by its name only: they are made to be shared
         local = dataset_name is not None and Path(dataset_name).exists()
         self.dataset_name = Path(dataset_name).name if local else dataset_name
-        data = {"dataset": dataset_name, TAKE: None, "split_seed": 0} | taken_as(
-            getattr(eval_dataset, "images", eval_dataset)
-        )
+        taken = (taken_as(getattr(each, "images", each)) for each in (eval_dataset, train_dataset))
+        data = {"dataset": dataset_name, TAKE: None, "split_seed": 0} | next(filter(None, taken), {})
         self.record: dict[str, Any] = {"data": data if dataset_name else {}}  # for results.json
         self._fit = partial(self._fit_to_data, args, train_dataset, eval_dataset)
         if model is not None:
@@ -290,12 +289,9 @@ class AvgKTrainer(ObjectiveTrainer):
         source = {"dataset": self.dataset_name, "split": split, "step": self.weights_step}
         if self.args.load_best_model_at_end or self.args.early_stopping_patience:
             source["selection"] = f"{self.dataset_name} {getattr(self.eval_dataset, 'split', None) or 'validation'}"
-        if number := self.record["data"].get(TAKE):
-            source["taken"] = {
-                "dataset": self.dataset_name,
-                "per_class": number,
-                "seed": self.record["data"]["split_seed"],
-            }
+        data, names = self.record["data"], {"per_class": TAKE, "test_per_class": TAKE_TEST}
+        if taken := {name: data[field] for name, field in names.items() if data.get(field)}:
+            source["taken"] = {"dataset": self.dataset_name, **taken, "seed": data["split_seed"]}
         evaluation.store(**source)
 
     def _predictions(self, num_examples: int, ignore_keys: Sequence[str] | None) -> list[Predictions]:

@@ -14,7 +14,7 @@ from archives import SPECIES, write_cifar, write_cub, write_plantnet, write_tiny
 from avgk_hf import AvgKForImageClassification, load_splits
 from avgk_hf.data import class_counts
 from avgk_hf.data.cifar import load_cifar, read_pickle
-from avgk_hf.data.datasets import split_validation
+from avgk_hf.data.datasets import take_from_train
 from avgk_hf.data.transforms import ImageTransform
 
 
@@ -108,7 +108,7 @@ def test_the_split_is_balanced_and_fixed():
     def numbers(split):
         return [int(row["bytes"]) for row in split.cast_column("image", Image(decode=False))["image"]]
 
-    splits = split_validation(whole, 5, seed=0)
+    splits = take_from_train(whole, 5, seed=0)
     assert {name: len(split) for name, split in splits.items()} == {
         "train": 4_500,
         "validation": 500,
@@ -121,14 +121,14 @@ def test_the_split_is_balanced_and_fixed():
         assert np.array_equal(labels[numbers(splits[name])], splits[name]["label"])
     validation = numbers(splits["validation"])
     assert sorted(numbers(splits["train"]) + validation) == list(range(5_000))
-    assert numbers(split_validation(whole, 5, seed=0)["validation"]) == validation
-    assert len(set(numbers(split_validation(whole, 5, seed=1)["validation"])) & set(validation)) < 100
-    half = split_validation(whole, 50)  # never more than half of a class
+    assert numbers(take_from_train(whole, 5, seed=0)["validation"]) == validation
+    assert len(set(numbers(take_from_train(whole, 5, seed=1)["validation"])) & set(validation)) < 100
+    half = take_from_train(whole, 50)  # never more than half of a class
     assert class_counts(half["validation"], 100).tolist() == class_counts(half["train"], 100).tolist() == [25] * 100
     with pytest.raises(ValueError, match="validation_per_class=0 must be 1 at least"):
-        split_validation(whole, 0)
+        take_from_train(whole, 0)
     with pytest.raises(ValueError, match=r"has \['train', 'validation', 'test'\]: leave the field out"):
-        split_validation(splits, 5)
+        take_from_train(splits, 5)
 
 
 @pytest.mark.parametrize("layout", ["images/{}", "images_{}"])

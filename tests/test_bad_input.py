@@ -1215,7 +1215,7 @@ def test_broken_results_of_a_run(case, saved_model, tmp_path):
     with refused("results.json"):
         card_of_run(tmp_path / "run")
     with refused(str(tmp_path / "run")):
-        plot_runs([tmp_path / "run"], tmp_path / "plots")
+        list(plot_runs([tmp_path / "run"], tmp_path / "plots"))
 
 
 @cases([0, 7, 8, 100, 5000, -100, -1])

@@ -30,7 +30,7 @@ from avgk_hf.calibration import Calibration
 from avgk_hf.checks import near_folder
 from avgk_hf.cli import main
 from avgk_hf.commands.init import BACKBONES
-from avgk_hf.data.datasets import class_counts, keep_aside, split_validation
+from avgk_hf.data.datasets import class_counts, keep_aside, take_from_train
 from avgk_hf.evaluation import calibrate, evaluate
 from avgk_hf.recipes import parse_recipe
 from avgk_hf.scope import promise, taken_in_training
@@ -230,7 +230,7 @@ def test_a_missing_validation_split_is_taken_from_train(recipe, image_folder, tr
     assert "'test'" not in error
     assert main(["calibrate", str(trained_run), str(folder)]) == 2
     assert "--validation-per-class 20 takes" in capsys.readouterr().err
-    splits = split_validation(load_splits(str(folder)), 20)
+    splits = take_from_train(load_splits(str(folder)), 20)
     assert class_counts(splits["validation"], 6).tolist() == [15, 7, 5, 4, 3, 2]
     assert class_counts(splits["train"], 6).tolist() == [15, 7, 5, 4, 3, 2]
 
@@ -248,7 +248,7 @@ def test_calibrate_takes_the_validation_images_of_the_training(recipe, image_fol
     assert AvgKConfig.from_pretrained(run).thresholds != config.thresholds
     capsys.readouterr()
     assert main(["calibrate", str(run), str(folder), "--k", "1", "3"]) == 0
-    said = "the images that the training of this model took from train (--validation-per-class 3 --split-seed 5)"
+    said = "validation: 17 images that the training of this model took from train (of each class 3, seed 5)"
     assert said in capsys.readouterr().err
     again = AvgKConfig.from_pretrained(run)
     assert again.thresholds == config.thresholds and again.calibration["num_examples"] == 17
@@ -264,7 +264,7 @@ def test_images_that_a_model_was_trained_on_are_noticed(make_model, image_folder
     folder, model = tmp_path / "trees", make_model()
     for split in ("train", "test"):
         shutil.copytree(image_folder / split, folder / split)
-    left = split_validation(load_splits(str(folder)), 3)
+    left = take_from_train(load_splits(str(folder)), 3)
     model.config.train_counts = class_counts(left["train"], 6).tolist()
     model.save_pretrained(tmp_path / "model")
     command = ["calibrate", str(tmp_path / "model"), str(folder), "--k", "2", "--out", str(tmp_path / "out")]
@@ -273,7 +273,7 @@ def test_images_that_a_model_was_trained_on_are_noticed(make_model, image_folder
     assert main([*command, "--validation-per-class", "3"]) == 0
     assert "it has learnt" not in capsys.readouterr().err
     assert main([*command, "--validation-per-class", "5"]) == 0
-    left = class_counts(split_validation(load_splits(str(folder)), 5)["train"], 6)
+    left = class_counts(take_from_train(load_splits(str(folder)), 5)["train"], 6)
     number = int((model.config.train_counts - left).sum())
     assert f"it has learnt at least {number} of these validation images" in capsys.readouterr().err
 
@@ -451,18 +451,40 @@ def test_a_strangers_record_of_choices_is_harmless(chosen):
 
 
 def test_an_image_that_lies_deeper_or_higher_than_others_is_named(tmp_path, monkeypatch, capsys):
+    """Beside what else is wrong; what needs the classes says it in one line."""
     monkeypatch.chdir(tmp_path)
     write_images(Path("birds/train"), dict.fromkeys(CLASSES, 2), seed=0)
     for place, words in (
-        ("train/oak/2024/sub.png", "lies deeper than the others: move it up."),
-        ("train/sub.png", "lies higher than the others: move it to those of its class."),
+        ("train/oak/2024/sub.png", "lies deeper than the others: move it up"),
+        ("train/sub.png", "lies higher than the others: move it to those of its class"),
     ):
         file = Path("birds", place)
         file.parent.mkdir(exist_ok=True)
         shutil.copy("birds/train/ash/0.png", file)
-        assert main(["check", "birds"]) == 2
-        assert capsys.readouterr().err == f"avgk check: dataset 'birds': {place} {words}\n"
+        assert main(["init", "birds"]) == 2
+        assert capsys.readouterr().err == f"avgk init: dataset 'birds': {place} {words}.\n"
+        file.write_text("no image")
+        assert main(["check", "birds"]) == 1
+        printed = capsys.readouterr().out
+        assert f"  {place} {words}\n" in printed and "broken images: 1\n" in printed and "no class is known" in printed
         file.unlink()
+
+
+def test_check_looks_at_photographs_without_classes(tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    write_images(Path("trees"), dict.fromkeys(CLASSES, 3), seed=0)
+    shutil.move("trees/oak", "walk")
+    Path("walk/broken.png").write_text("no image")
+    assert main(["check", "walk"]) == 1
+    printed = capsys.readouterr().out
+    assert printed.startswith("4 images without classes\nbroken images: 1\n")
+    assert "one folder for each of two or more classes" in printed and "`avgk predict`" in printed
+    assert main(["check", "walk", "--json"]) == 1
+    found = json.loads(capsys.readouterr().out)
+    assert found["summary"] == "4 images without classes" and found["classes"] == {} and len(found["problems"]) == 2
+    assert main(["check", "walk", "--plot", "counts.png"]) == 2 and main(["check", "walk", "--label-column", "x"]) == 2
+    printed = capsys.readouterr().err
+    assert "--plot counts.png draws" in printed and "no column 'x'" in printed and not Path("counts.png").exists()
 
 
 def test_check_names_other_formats_and_empty_folders(tmp_path, monkeypatch, capsys):
@@ -647,7 +669,7 @@ def test_init_says_what_it_takes_from_train(image_folder, tmp_path, capsys):
     shutil.copytree(image_folder, tmp_path / "photos", ignore=shutil.ignore_patterns("validation"))
     assert main(["init", str(tmp_path / "photos"), "--out", str(tmp_path / "photos.yaml")]) == 0
     said = capsys.readouterr().out.splitlines()
-    taken = "no validation split, so 24 of 72 training images serve as one: 5 of each class, half of a class at most"
+    taken = "no validation split, so 24 of 72 training images are taken for it, 5 of each class, half at most"
     assert said[1] == taken and said[2].startswith("written to")
     assert f"# {taken}\n" in (tmp_path / "photos.yaml").read_text()
 
@@ -707,8 +729,9 @@ def test_mistakes_of_a_hurry(trained_run, image_folder, tmp_path, monkeypatch, c
     assert Path(f"runs/unsure-{trained_run.name}-{image_folder.name}/unsure.csv").is_file()
     Path("stopped/checkpoint-3").mkdir(parents=True)
     Path("stopped/checkpoint-3/config.json").write_text("{}")
-    assert "its training is not finished; `--resume_from_checkpoint last` goes on if it was stopped" in said(
-        "info", "stopped"
+    assert (
+        "its training is not finished; if it was stopped, `avgk train RECIPE --resume_from_checkpoint last`"
+        in said("info", "stopped")
     )
 
 

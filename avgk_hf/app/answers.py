@@ -134,7 +134,7 @@ class Answers:
         """A question as the page says it."""
         name = question_text(**question)
         text = f"K = {name}" if "k" in question else f"{name} coverage"
-        return f"{text}, balance {balance:g}" if len(self.balances) > 1 else text
+        return text if balance == self.balance else f"{text}, balance {balance:g}"
 
     @torch.no_grad()
     def scores(self, pixels: Tensor) -> dict[str, Tensor]:
@@ -206,13 +206,17 @@ class Answers:
         known = self.levels if asked == "coverage" else self.ks
         steps, before = [], set()
         for step in sorted({*known, value}):  # smallest sets first
-            classes = self.image_set(scores, **{asked: step}, **held)[0]
+            classes, own, lambda_val = self.image_set(scores, **{asked: step}, **held)
             joined = [j for j in classes if j not in before]
             names = [self.config.id2label[j] for j in joined[:NAMES]]
             if len(joined) > NAMES:
                 names.append(f"and {len(joined) - NAMES} more")
             name, left = question_text(**{asked: step}), not before.issubset(classes)
-            steps.append({"name": name, "now": step == value, "size": len(classes), "names": names, "left": left})
+            guess = bool(own[classes[0]] < lambda_val)
+            size = len(classes)
+            steps.append(
+                {"name": name, "now": step == value, "size": size, "names": names, "left": left, "guess": guess}
+            )
             before = set(classes)
         return render("growth.html", asked="K" if asked == "k" else asked, steps=steps, many=self.many)
 

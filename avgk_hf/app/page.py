@@ -20,6 +20,7 @@ from starlette.middleware import Middleware
 from starlette.middleware.trustedhost import TrustedHostMiddleware
 from torch import Tensor
 
+from ..checks import is_number
 from ..sets import k_key
 from ..shell import shortened
 from .answers import TEMPLATES, Answers, message, question_text, render
@@ -169,6 +170,13 @@ def _several(events: _Events) -> gr.File:
     return files
 
 
+def _bounded(slider: gr.Slider) -> gr.Slider:
+    """A slider that takes its nearest end for a number beyond it, which Gradio would answer with errors."""
+    first, low, high = slider.value, slider.minimum, slider.maximum
+    slider.preprocess = lambda payload: min(max(payload if is_number(payload) else first, low), high)
+    return slider
+
+
 def _size(answers: Answers) -> tuple[gr.Slider | gr.State, gr.Slider | gr.HTML]:
     """What holds K, and what is seen of it: a slider, or text where there is nothing to choose."""
     k, ks = answers.k, answers.ks
@@ -187,14 +195,14 @@ def _size(answers: Answers) -> tuple[gr.Slider | gr.State, gr.Slider | gr.HTML]:
         buttons=[],
         elem_id="avgk-k",
     )
-    return slider, slider
+    return _bounded(slider), slider
 
 
 def _balance(answers: Answers) -> gr.Slider | gr.State:
     """What holds the balance: a slider, where there is something to choose."""
     if len(answers.balances) == 1:
         return gr.State(answers.balance)
-    return gr.Slider(
+    slider = gr.Slider(
         answers.balances[0],
         answers.balances[-1],
         answers.balance,
@@ -206,6 +214,7 @@ def _balance(answers: Answers) -> gr.Slider | gr.State:
         buttons=[],
         elem_id="avgk-balance",
     )
+    return _bounded(slider)
 
 
 def _show_examples(examples: Sequence[tuple[Path, int]], answers: Answers, image: gr.Image) -> None:

@@ -101,21 +101,26 @@ def run(args: argparse.Namespace) -> int:
     split = read_split(args, model.config, unlabelled=args.label_column == "label")  # one that is named must be there
     if args.per_species and "label" not in split.column_names:
         raise ValueError("--per-species needs labels, and these images have none: leave it out, or use --unsure.")
-    own = getattr(model.config, "k", None)  # the tables are about this one, or the first that is asked for
+    own = getattr(model.config, "k", None)  # the files are about this one, or the first that is asked for
     k = [own] if own in args.k else args.k[:1]
     monitor = SetSizeMonitor.from_config(model.config, *args.k[:1], balance=args.balance)
     listed = Listed(model.config, *k, balance=args.balance) if args.per_species or args.unsure else None
-    how = {"method": args.method, "per_class": per_class_of(args), "monitor": monitor}
+    how: dict[str, Any] = {"method": args.method, "per_class": per_class_of(args)}
+    known = _known_images(split, model.config, args)  # that they look like those of the calibration is no news
+    how["monitor"] = monitor if args.plot or not known else None
     metrics, *left_out = measure(model, split, args, listed=[listed] if listed else (), **how)
     if not is_first_process():
         return 0
     say_split(split, args)
-    print_metrics(metrics, args, monitor.k if "num_images" in metrics else getattr(model.config, "k", None))
+    own = monitor.k if "num_images" in metrics else getattr(model.config, "k", None)
+    print_metrics(metrics, args, own, left_out[1] - len(left_out[0]))
+    if known:
+        print(known, file=sys.stderr)
     if args.out:
         what = replacing_said(args.out, "all metrics")
         write_text(args.out, json.dumps(metrics, indent=2) + "\n")
         say_written(args.out, what, args)
-    if not monitor.drifted and not args.json:  # a drift was said already
+    if not (known or monitor.drifted or args.json):  # a drift was said already
         print(monitor.message())
     if args.plot:
         from ..study.plots import set_size_course
@@ -127,6 +132,19 @@ def run(args: argparse.Namespace) -> int:
     return say_left_out(*left_out)
 
 
+def _known_images(split: Any, config: Any, args: argparse.Namespace) -> str | None:
+    """What is to be said of images from which a model learnt, or its thresholds come; None of others."""
+    from ..calibration import Calibration
+
+    source, name = Calibration.of(config).source, str(split.split or args.split)
+    if name == "train" and getattr(config, "train_counts", None):
+        text = "if the model was trained on them, what is measured here says nothing of its accuracy on others"
+        return f"these images are called train: {text}."
+    if args.streaming or (source.get("dataset"), source.get("split")) != (name_of(args), name):
+        return None
+    return "these are images of the calibration, by which thresholds were set: test images tell how good the sets are."
+
+
 def _show_sets(listed: Any, args: argparse.Namespace, name: str) -> dict[Path, str]:
     """Write what was asked for about the sets, and return the files, and what each of them shows."""
     from ..study.class_plots import confusion_groups
@@ -134,7 +152,7 @@ def _show_sets(listed: Any, args: argparse.Namespace, name: str) -> dict[Path, s
 
     asked, files = f"{name}, K = {listed.k:g}", {}
     if listed.labels is not None:
-        asked += f", accuracy {100 * listed.accuracy:.1f}%"
+        asked += f", accuracy {100 * listed.accuracy:.1f}% on {listed.dataset.split or args.split}"
     if args.per_species:
         table = Path(args.per_species)
         files[table] = replacing_said(table, f"a row for each class, K = {listed.k:g}")
@@ -154,15 +172,20 @@ def _show_sets(listed: Any, args: argparse.Namespace, name: str) -> dict[Path, s
         images = listed.longest(args.unsure)
         place = Path(args.unsure_out or "runs/" + f"unsure-{name}-{name_of(args)}".replace("/", "-"))
         table, picture = place / "unsure.csv", place / "contact_sheet.png"
-        files[table] = replacing_said(table, f"the {len(images)} images with the longest sets, K = {listed.k:g}")
+        empty = int((listed.sizes[images] == 0).sum())
+        longest = f"{empty} without a set, then those with the longest" if empty else "the longest sets"
+        what = f"the {len(images)} least sure images, K = {listed.k:g}: {longest}"
+        files[table] = replacing_said(table, what)
         files[picture] = replacing_said(picture, "the same as pictures")
         with written_to(table) as write:
             write({**each, "image": _as_typed(each["image"], args.dataset)} for each in listed.rows(images))
-        shown, (sets, scores) = images[:SHOWN_IMAGES], zip(*map(listed.set_of, images[:SHOWN_IMAGES]), strict=True)
+        shown, (sets, scores) = images[:SHOWN_IMAGES], zip(*map(listed.named, images[:SHOWN_IMAGES]), strict=True)
         labels = None if listed.labels is None else listed.labels[shown].tolist()
-        pictures = [{**(one := listed.stored(i)), "path": one.get("path") or f"image {i}"} for i in shown]
-        title = f"{asked}: the photographs of {name_of(args)} with the longest sets, as in unsure.csv"
-        contact_sheet(pictures, sets, labels, listed.names, picture, scores, title, ordered=False)
+        stored = listed.stored()
+        pictures = [{**(one := stored[int(i)]), "path": one.get("path") or f"image {i}"} for i in shown]
+        title = f"{asked}. Least sure photographs of {name_of(args)}: {longest}"
+        how = {"ordered": False, "lambda_val": listed.answer.lambda_val}
+        contact_sheet(pictures, sets, labels, listed.names, picture, scores, title, **how)
     return files
 
 
@@ -180,7 +203,7 @@ def read_split(args: argparse.Namespace, config: Any, unlabelled: bool = False) 
     import numpy as np
 
     from ..calibration import Calibration
-    from ..data.datasets import as_split, check_split, split_validation
+    from ..data.datasets import as_split, check_split, take_from_train
     from ..data.loading import load_splits, load_streams
     from ..scope import taken_in_training
 
@@ -213,14 +236,13 @@ def read_split(args: argparse.Namespace, config: Any, unlabelled: bool = False) 
     if len(splits) == 1 and name == "test" and "label" not in next(iter(splits.values())).column_names:
         name = next(iter(splits))
     dataset, taken = taken_in_training(Calibration.of(config))
-    again = taken and name == "validation" and name not in splits and "train" in splits and dataset == name_of(args)
-    if again and not args.streaming:
-        splits = split_validation(splits, **taken)
-        text = "validation: the images that the training of this model took from train"
+    ours = name in taken.keys() - {"seed"} and name not in splits and "train" in splits and dataset == name_of(args)
+    if ours and not args.streaming:
+        splits = take_from_train(splits, **taken)
         if is_first_process():
-            how = f"(--validation-per-class {taken['per_class']} --split-seed {taken['seed']})"
-            print(f"{text} {how}", file=sys.stderr)
-    number = taken.get("per_class") or (None if args.streaming else _number_taken(splits, config)) or 20
+            text = f"{name}: {len(splits[name]):,} images that the training of this model took from train"
+            print(f"{text} (of each class {taken[name]}, seed {taken['seed']})", file=sys.stderr)
+    number = taken.get("validation") or (None if args.streaming else _number_taken(splits, config)) or 20
     take = "" if getattr(config, "train_counts", None) else f"{ONLY_NEW}, "
     check_split(splits, args.dataset, name, "--split", f"{take}--validation-per-class {number}", number)
     if "label" not in splits[name].column_names and is_first_process():
@@ -317,7 +339,9 @@ def say_split(split: Any, args: argparse.Namespace) -> None:
         print(printable(f"{name_of(args)}{part}: {len(split):,} images{asked}"), end="\n\n")
 
 
-def print_metrics(metrics: dict[str, float], args: argparse.Namespace, own_k: float | None) -> None:
+def print_metrics(
+    metrics: dict[str, float], args: argparse.Namespace, own_k: float | None, number: int | None = None
+) -> None:
     """A table with a row for each K; all metrics as JSON, or a line for each, where that is asked for."""
     from ..study.columns import by_k
 
@@ -327,4 +351,4 @@ def print_metrics(metrics: dict[str, float], args: argparse.Namespace, own_k: fl
         width = max(32, *(len(name) + 2 for name in metrics))
         print("\n".join(f"{name:{width}}{value:.6g}" for name, value in metrics.items()))
     else:
-        print(by_k(metrics, own_k))
+        print(by_k(metrics, own_k, number))

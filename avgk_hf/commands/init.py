@@ -14,10 +14,16 @@ HELP = "look at a dataset and write a commented recipe for it"
 FEW = 5_000  # training images up to which the backbone stays as it is
 # up to so many training images: a timm model with weights on the Hub, and images in a step
 BACKBONES = ((FEW, "resnet50.a1_in1k", 64), (50_000, "resnet50.a1_in1k", 64), (float("inf"), "convnext_tiny", 64))
-PER_CLASS = (20, 15, 10, 5)  # validation images of each class, where they are taken from train
+ENOUGH = 8  # images of a class on average, from which on some are kept for test
+SHARE = {1: "half", 2: "a third"}  # of a class that is taken at most, by the number of parts
+PER_CLASS = (20, 15, 10, 5)  # test and validation images of each class, where they are taken from train
 SEEN = 20_000  # images that a short fine-tuning sees in all its epochs
 KNOWN = "training images; any name of timm.list_models(pretrained=True) will do"
 SIZES = ((10, 1.5), (50, 2), (200, 3), (float("inf"), 5))  # K for fewer classes than this
+WHY = {
+    "test": "an honest number at the end; without this line they are learnt from, too",
+    "validation": "the best epoch and the thresholds",
+}
 RECIPE = """\
 # {summary}
 # written by `avgk init`; train with `avgk train {out}`, change any line, or override it: `--k 3`
@@ -55,7 +61,7 @@ pretrained: true  # its weights are downloaded once, so the first training needs
 # checkpoint: weights.safetensors  # or a file of them, where there is none; `model:` must be the model they are of"""
 # what learns, and how: the classes alone, or all weights
 FROZEN = """\
-freeze_backbone: true  # few images: only what tells classes apart is learnt, in minutes; false for the whole network
+freeze_backbone: true  # few images: only the classes are learnt, in minutes; else false, and cache_features false
 objective: ce  # with a frozen network the paper's avgk gives the same: docs/which_loss.md"""
 FROZEN_OPTIM = """\
 optim: sgd  # with the next three lines a usual training of a linear layer
@@ -103,18 +109,23 @@ def run(args: argparse.Namespace) -> None:
 
 def recipe_for(splits: Any, args: argparse.Namespace) -> str:
     """The recipe as text: every line that depends on the data says how."""
+    from ..data.datasets import taken_of
     from ..data.inspection import count_images, sample_images, short_form, without_training
 
     if "train" not in splits:
         raise ValueError(f"the dataset has no split 'train', only {list(splits)}: images belong in train/<class>/.")
-    near = [name for name in splits if name.lower() in ("val", "valid", "dev")]
-    counts, taken, note = count_images(splits), None, ""
-    if "validation" not in splits and not near:
-        taken, given = _taken(counts["train"])
-        others = {name: each for name, each in counts.items() if name != "train"}
-        parts = f"{given.sum():,} of {counts['train'].sum():,} training images serve as one"
-        note = f"\n# no validation split, so {parts}: {taken} of each class, half of a class at most"
-        counts = {"train": counts["train"] - given, "validation": given, **others}
+    near = [name for name in splits if name.lower() in ("val", "valid", "dev") and "validation" not in splits]
+    counts, note = count_images(splits), ""
+    parts = [] if "test" in splits or counts["train"].mean() < ENOUGH else ["test"]
+    parts += [] if "validation" in splits or near else ["validation"]
+    number, whole = _taken(counts["train"], len(parts)), counts["train"].sum()
+    for i, part in enumerate(parts):
+        given = taken_of(counts["train"], number, len(parts) - i)
+        counts |= {"train": counts["train"] - given, part: given}
+        taken = f"{given.sum():,} of {whole:,} training images are taken for it, {number} of each class"
+        note += f"\n# no {part} split, so {taken}, {SHARE[len(parts)]} at most"
+    first = [name for name in ("train", "validation", "test") if name in counts]
+    counts = {name: counts[name] for name in dict.fromkeys([*first, *counts])}
     new = without_training(splits["train"].features["label"].names, counts)
     if new:
         shown = [
@@ -145,7 +156,7 @@ def recipe_for(splits: Any, args: argparse.Namespace) -> str:
         classes=classes,
         what=FROZEN if frozen else WHOLE,
         how=FROZEN_OPTIM if frozen else WHOLE_OPTIM,
-        data=_data(splits, args, near, taken, frozen, new),
+        data=_data(splits, args, near, dict.fromkeys(parts, number), frozen, new),
         output=_quoted(f"runs/{os.path.splitext(os.path.basename(args.out))[0]}"),
         epochs=epochs,
         epochs_reason="of seconds each, after one pass through the network" if frozen else seen,
@@ -156,22 +167,24 @@ def recipe_for(splits: Any, args: argparse.Namespace) -> str:
     )
 
 
-def _taken(train: Any) -> tuple[int, Any]:
-    """How many validation images of each class are taken from train, and what that is of each (L,).
+def _taken(train: Any, parts: int) -> int:
+    """How many images of each class each of so many parts takes from train.
 
     As many as leave two thirds of the images to train on, where the least number does.
     """
     from ..data.datasets import taken_of
 
-    for number in PER_CLASS:
-        given = taken_of(train, number)
-        if 3 * given.sum() <= train.sum():
-            break
-    return number, given
+    leave_enough = (n for n in PER_CLASS if 3 * parts * taken_of(train, n, parts).sum() <= train.sum())
+    return next(leave_enough, PER_CLASS[-1])
 
 
 def _data(
-    splits: Any, args: argparse.Namespace, near: list[str], taken: int | None, frozen: bool, new: dict[str, str | None]
+    splits: Any,
+    args: argparse.Namespace,
+    near: list[str],
+    taken: dict[str, int],
+    frozen: bool,
+    new: dict[str, str | None],
 ) -> str:
     """The data block: names in quotes, because they may hold anything."""
     lines = [f"dataset: {_quoted(args.dataset)}"]
@@ -180,13 +193,15 @@ def _data(
             lines.append(f"{column}_column: {_quoted(given)}")
     if args.allow_outside:
         lines.append("allow_outside: true")
-    if "validation" not in splits and near:
+    if near:
         lines.append(f"validation_split: {_quoted(near[0])}")
-    elif taken is not None:
-        why = "there is no validation split, so that many of each class are taken from train, half at most"
-        lines.append(f"validation_per_class: {taken}  # {why}")
-    if "test" not in splits:
-        lines.append("# no split is called test, so only validation is reported: name one with `test_split:`")
+    for part, number in taken.items():
+        lines.append(
+            f"{part}_per_class: {number}  # of each class, {SHARE[len(taken)]} at most, taken from train: {WHY[part]}"
+        )
+    if "test" not in splits and "test" not in taken:
+        why = "few images, and no split is called test, so only validation is reported"
+        lines.append(f"# {why}: name one with `test_split:`, or take it with `test_per_class: 3`")
     if new:  # a name that is nearly one of train is refused by the training
         allowed = "allow_new_classes: true  # some classes have no training image, and cannot be learnt"
         lines.append(f"# {allowed}" if any(new.values()) else allowed)

@@ -94,7 +94,7 @@ def data_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--allow-outside", **ALLOW_OUTSIDE)
 
 
-def read_splits(args: argparse.Namespace) -> Any:
+def read_splits(args: argparse.Namespace, unlabelled: bool = False) -> Any:
     """All splits of that dataset; a folder that is not there is refused before anything heavy is imported."""
     from ..checks import check_dataset
 
@@ -105,8 +105,8 @@ def read_splits(args: argparse.Namespace) -> Any:
         print(printable(text), file=sys.stderr)
     from ..data import load_splits
 
-    columns = {"image_column": args.image_column, "label_column": args.label_column}
-    return load_splits(args.dataset, **columns, allow_outside=args.allow_outside, allow_new_classes=True)
+    how = {"image_column": args.image_column, "label_column": args.label_column, "unlabelled": unlabelled}
+    return load_splits(args.dataset, **how, allow_outside=args.allow_outside, allow_new_classes=True)
 
 
 def above(dataset: str) -> tuple[str, str] | None:

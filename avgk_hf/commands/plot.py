@@ -2,7 +2,8 @@
 
 import argparse
 import json
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +12,6 @@ from ..shell import printable
 from .options import ALLOW_OUTSIDE, check_pictures
 
 HELP = "draw set sizes, accuracy against K and contact sheets of runs"
-SHEET_IMAGES = 480
 CURVE_KS = range(1, 21)
 
 
@@ -24,10 +24,10 @@ def arguments(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> None:
     check_pictures(True)
     for path in plot_runs(args.runs, args.out, args.allow_outside):
-        print(printable(path))
+        print(printable(path), flush=True)
 
 
-def plot_runs(runs: Sequence[str | Path], out: str | Path, allow_outside: bool = False) -> list[Path]:
+def plot_runs(runs: Sequence[str | Path], out: str | Path, allow_outside: bool = False) -> Iterator[Path]:
     """All pictures of one or more runs of `avgk train`, from their models and their data.
 
     Thresholds for K = 1 to the largest calibrated one, 20 at most, are computed in memory, without a change to the
@@ -38,11 +38,13 @@ def plot_runs(runs: Sequence[str | Path], out: str | Path, allow_outside: bool =
         out: Folder for the pictures, PNG and SVG.
         allow_outside: As in `load_splits`; what a run recorded of it does not count.
 
-    Returns:
-        The files that were written.
+    Yields:
+        The files, as they are written.
     """
+    from ..confusions import Listed
     from ..model_card import read_results
     from ..modeling import AvgKForImageClassification
+    from ..sets import k_key
     from ..study.plots import accuracy_curve, by_shot, in_both_formats, set_size_histogram
     from ..study.seeds import find_runs
 
@@ -52,35 +54,37 @@ def plot_runs(runs: Sequence[str | Path], out: str | Path, allow_outside: bool =
     if len(set(names)) < len(names):
         names = [str(run).strip("/").replace("/", "-") for run in runs]
     loaded: dict[str, Any] = {}
-    sizes, curves, top, files = {}, {}, {}, []
+    sizes, curves, top = {}, {}, {}
     for name, run in zip(names, runs, strict=True):
         results = read_results(run, "data")
         if "set_sizes" not in results:
-            raise ValueError(f"{run} was not evaluated on a test split, so there are no set sizes to show.")
+            remedy = (
+                "train with `test_per_class: 5`, which keeps test images aside, where the data have no split of them"
+            )
+            raise ValueError(f"{run} was not evaluated on a test split, so there is nothing to draw: {remedy}.")
         data = data_of(run, results)
         key = json.dumps(vars(data), sort_keys=True)
         if key not in loaded:
             loaded[key] = _splits(data, allow_outside)
         validation, test = loaded[key]
         model = AvgKForImageClassification.from_pretrained(run)
-        sizes[name] = results["set_sizes"]["all"]
-        title = f"{name}, {accuracy_of(results)}"
-        files += _sheets(model, test, out / f"contact_sheet_{name}", title)
+        sizes[f"{name}, K = {k_key(results['k'])}"] = results["set_sizes"]["all"]
+        title, listed = f"{name}, {accuracy_of(results)}", Listed(model.config)
+        curves[name], top = _curves(model, validation, test, listed)
+        yield from in_both_formats(partial(draw_sheet, listed, title), out / f"contact_sheet_{name}")
         if shots := by_shot(results["set_sizes"]):
-            files += in_both_formats(set_size_histogram, out / f"set_sizes_by_shot_{name}", shots, title=title)
-        curves[name], top = _curves(model, validation, test)
-    about = f"{title}. " if len(runs) == 1 else ""
-    sizes = sizes if len(runs) > 1 else {"": sizes[name]}  # the title names it
-    files += in_both_formats(set_size_histogram, out / "set_sizes", sizes, title=f"{about}Set sizes on test")
+            yield from in_both_formats(set_size_histogram, out / f"set_sizes_by_shot_{name}", shots, title=title)
+    # where there is one, the title names it
+    about, sizes = ("Set sizes on test", sizes) if len(runs) > 1 else (title, {"": next(iter(sizes.values()))})
+    yield from in_both_formats(set_size_histogram, out / "set_sizes", sizes, title=about)
     lines = {name: {k: {"mean": v, "half_width": None} for k, v in curve.items()} for name, curve in curves.items()}
     how = {"title": "Accuracy on test by K"}
     if len(runs) == 1:
         how["title"] = f"{title}. What larger sets reach"
         lines, how["limits"] = {"sets of K classes on average": lines[name]}, {"top-K: K for every image": top}
-    files += in_both_formats(accuracy_curve, out / "accuracy_against_k", lines, **how)
-    files.append(out / "accuracy_against_k.json")
-    write_text(files[-1], json.dumps(curves, indent=2) + "\n")
-    return files
+    yield from in_both_formats(accuracy_curve, out / "accuracy_against_k", lines, **how)
+    write_text(out / "accuracy_against_k.json", json.dumps(curves, indent=2) + "\n")
+    yield out / "accuracy_against_k.json"
 
 
 def data_of(run: Path, results: dict[str, Any]) -> Any:
@@ -102,9 +106,9 @@ def _splits(data: Any, allow_outside: bool) -> tuple[Any, Any]:
             f"results.json names the data {data.dataset!r}, and there is no such folder here: go where it is, or name"
             " its path when you train, `AvgKTrainer(..., dataset_name=PATH)`."
         )
-    columns = data.dataset_config, data.image_column, data.label_column, data.glyphs_seed
-    taken = data.validation_per_class, data.split_seed, False
-    splits = load_splits(data.dataset, *columns, *taken, allow_outside, allow_new_classes=True)
+    same = ("image_column", "label_column", "validation_per_class", "test_per_class", "split_seed")
+    how = {name: getattr(data, name) for name in same} | {"config_name": data.dataset_config, "seed": data.glyphs_seed}
+    splits = load_splits(data.dataset, **how, allow_outside=allow_outside, allow_new_classes=True)
     names = data.validation_split, data.test_split
     for name in names:
         if name not in splits:
@@ -124,42 +128,18 @@ def accuracy_of(results: dict[str, Any]) -> str:
     return f"K = {k_key(results['k'])}: average-K accuracy {100 * results['test']['average_k_accuracy']:.1f}% on test"
 
 
-def _sheets(model: Any, test: Any, stem: Path, title: str) -> list[Path]:
-    from ..study.plots import contact_sheet, in_both_formats
+def draw_sheet(listed: Any, title: str, path: Path) -> None:
+    """The contact sheet of sets that were collected, spread evenly from clear to hopeless."""
+    from ..study.plots import contact_sheet
 
-    *shown, scores = sheet_of(model, test)
-    title = f"{title}. Predicted sets, from clear to hopeless"
-    return in_both_formats(contact_sheet, stem, *shown, scores=scores, title=title)
-
-
-def sheet_of(model: Any, dataset: Any) -> tuple[Any, list[list[int]], list[int], list[str], list[list[float]]]:
-    """What `contact_sheet` shows of a calibrated model: images of one split of `load_splits`, sets, labels, names.
-
-    The last part are the scores of the sets' classes. At most `SHEET_IMAGES` are looked at, spread over the split.
-    """
-    import numpy as np
-    import torch
-    from datasets import Image
-    from huggingface_hub.utils import tqdm
-
-    from ..calibration import Calibration
-    from ..data import prepare
-    from ..questions import Question
-
-    chosen = np.linspace(0, len(dataset) - 1, min(SHEET_IMAGES, len(dataset))).astype(int)
-    sample = dataset.select(chosen)
-    answer = Calibration.of(model.config).answer(Question(min_size=1))
-    prepared, sets, scores = prepare(sample, model.config), [], []
-    for start in tqdm(range(0, len(sample), 64), desc="contact sheet", unit="batch", disable=None):
-        found = model.scores(torch.stack(prepared[start : start + 64]["pixel_values"]))
-        sets += answer.classes(found)
-        scores += [row[classes].tolist() for row, classes in zip(found, sets[start:], strict=True)]
-    images = sample.cast_column("image", Image(decode=False))["image"]
-    return images, sets, list(sample["label"]), sample.features["label"].names, scores
+    images, (sets, scores) = listed.stored(), zip(*map(listed.named, range(len(listed.sizes))), strict=True)
+    how = {"scores": scores, "title": f"{title}. Predicted sets, from clear to hopeless"}
+    how["lambda_val"] = listed.answer.lambda_val
+    contact_sheet(images, sets, listed.labels.tolist(), listed.names, path, **how)
 
 
-def _curves(model: Any, validation: Any, test: Any) -> tuple[dict[float, float], dict[float, float]]:
-    """{K: average-K accuracy on test}, and {K: top-K accuracy on test}."""
+def _curves(model: Any, validation: Any, test: Any, listed: Any) -> tuple[dict[float, float], dict[float, float]]:
+    """{K: average-K accuracy on test}, and {K: top-K accuracy on test}; the sets are collected in the same pass."""
     from ..calibration import Calibration
     from ..evaluation import evaluate
     from ..sets import k_key
@@ -167,7 +147,7 @@ def _curves(model: Any, validation: Any, test: Any) -> tuple[dict[float, float],
     last = max(Calibration.of(model.config).ks, default=CURVE_KS[-1])
     ks = [k for k in CURVE_KS if k <= last and k < model.config.num_labels]
     evaluate(model, validation, ks, calibrate=True)  # its own balance stays what it is
-    metrics = evaluate(model, test, ks)
+    metrics = evaluate(model, test, ks, listed=[listed])
     names = {k: "" if k == model.config.k else f"@{k_key(k)}" for k in ks}
     sets, top = ({k: metrics[f"{kind}_accuracy{names[k]}"] for k in ks} for kind in ("average_k", "topk"))
     return sets, top

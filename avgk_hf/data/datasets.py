@@ -1,6 +1,6 @@
 """The dataset contract: splits with `image`, `label` (ClassLabel) and `index`, the position in the split."""
 
-import re
+import json
 import sys
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
@@ -23,8 +23,7 @@ from ..shell import printable
 logger = logging.get_logger(__name__)
 ON_BAD_IMAGE = ("error", "skip")
 MOST_BYTES = 2**26  # of a list in an archive; CUB's largest has 700,000
-TAKE = "validation_per_class"  # the field that takes validation images from train
-TAKEN = f"{TAKE}={{}}, split_seed={{}}"  # the description of a dataset that was taken so
+TAKE, TAKE_TEST = "validation_per_class", "test_per_class"  # the fields that take these images from train
 
 
 @contextmanager
@@ -159,39 +158,55 @@ def check_split(
     )
 
 
-def taken_of(counts: np.ndarray, per_class: int) -> np.ndarray:
-    """How many images of each class are taken from train for validation, (L,): half at most."""
-    return np.minimum(per_class, counts // 2)
+def taken_of(counts: np.ndarray, per_class: int, parts: int = 1) -> np.ndarray:
+    """How many images of each class are taken from train (L,), so that as many are left after so many such parts."""
+    return np.minimum(per_class, counts // (parts + 1))
 
 
-def split_validation(splits: DatasetDict, per_class: int, seed: int = 0) -> DatasetDict:
-    """Take a balanced validation set from train: `per_class` random images of each class.
+def take_from_train(
+    splits: DatasetDict, validation: int | None = None, test: int | None = None, seed: int = 0
+) -> DatasetDict:
+    """Take balanced sets of images from train: of each class so many, at random, first for test.
 
-    A class with fewer than twice as many gives half of its images, one with a single image none.
+    No part takes more of a class than is left to train on: of a class with few images it is half, or a third where
+    both parts are taken. A class with a single image gives none.
 
     Args:
-        splits: What `load_splits` gives, without a validation split.
-        per_class: Validation images of each class.
+        splits: What `load_splits` gives, without these splits.
+        validation: Validation images of each class.
+        test: Test images of each class.
         seed: Same seed, same images; it is not the seed of the training.
     """
-    if "train" not in splits or "validation" in splits:
+    asked = {"test": test, "validation": validation}
+    asked = {name: number for name, number in asked.items() if number is not None}
+    for i, (name, number) in enumerate(asked.items()):
+        splits = _take(splits, name, number, len(asked) - i, seed)
+    for name in ("train", *asked) if asked else ():
+        splits[name].info.description = json.dumps({TAKE: validation, TAKE_TEST: test, "split_seed": seed})
+    return splits
+
+
+def _take(splits: DatasetDict, name: str, per_class: int, parts: int, seed: int) -> DatasetDict:
+    field = TAKE_TEST if name == "test" else TAKE
+    if "train" not in splits or name in splits:
         raise ValueError(
-            f"validation_per_class={per_class} takes images from the split 'train' where there is no 'validation', but"
-            f" the dataset has {list(splits)}: leave the field out."
+            f"{field}={per_class} takes images from the split 'train' where there is no {name!r}, but the dataset has"
+            f" {list(splits)}: leave the field out."
         )
     train = splits["train"]
     names = train.features["label"].names
     counts = class_counts(train, len(names))
-    given = taken_of(counts, per_class)
+    given = taken_of(counts, per_class, parts)
+    share = "half" if parts == 1 else "a third"
     if per_class < 1 or not given.any():
         raise ValueError(
-            f"validation_per_class={per_class} must be 1 at least, and of a class at most half the images are taken:"
+            f"{field}={per_class} must be 1 at least, and of a class at most {share} of the images are taken:"
             f" the largest has {counts.max()}."
         )
     if (given < per_class).any():
         logger.warning(
-            f"validation_per_class={per_class}: {(given < per_class).sum()} of {len(names)} classes have fewer than"
-            f" {2 * per_class} training images and give half of them."
+            f"{field}={per_class}: {(given < per_class).sum()} of {len(names)} classes have fewer than"
+            f" {(parts + 1) * per_class} training images and give {share} of them."
         )
     labels = np.asarray(class_ids(train))
     order = np.random.default_rng(seed).permutation(len(labels))
@@ -199,16 +214,21 @@ def split_validation(splits: DatasetDict, per_class: int, seed: int = 0) -> Data
     place = np.arange(len(labels)) - np.repeat(np.cumsum(counts) - counts, counts)  # (n,), of each within its class
     taken = np.zeros(len(labels), dtype=bool)
     taken[by_class[place < np.repeat(given, counts)]] = True
-    parts = {"train": as_split(train, ~taken, "train"), "validation": as_split(train, taken, "validation")}
-    parts["validation"].info.description = TAKEN.format(per_class, seed)
-    return DatasetDict({**parts, **{name: split for name, split in splits.items() if name != "train"}})
+    parts = {"train": as_split(train, ~taken, "train"), name: as_split(train, taken, name)}
+    return DatasetDict({**parts, **{other: split for other, split in splits.items() if other != "train"}})
 
 
 def taken_as(dataset: Any) -> dict[str, int]:
-    """The arguments by which `split_validation` took these images from train; none for others."""
-    text = getattr(getattr(dataset, "info", None), "description", None) or ""
-    found = re.fullmatch(TAKEN.format(r"([1-9]\d{0,8})", r"(\d{1,9})"), text)
-    return dict(zip((TAKE, "split_seed"), map(int, found.groups()), strict=True)) if found else {}
+    """The fields by which `take_from_train` took these images, or took others from them; none for others."""
+    try:
+        found = json.loads(getattr(getattr(dataset, "info", None), "description", None) or "{}")
+    except (ValueError, RecursionError):  # a stranger's description is any text
+        return {}
+    if not isinstance(found, dict) or set(found) != {TAKE, TAKE_TEST, "split_seed"}:
+        return {}
+    numbers = (value for name, value in found.items() if name == "split_seed" or value is not None)
+    known = all(type(value) is int and 0 <= value < 10**9 for value in numbers)
+    return found if known else {}
 
 
 def as_split(dataset: Dataset, rows: np.ndarray, name: str) -> Dataset:

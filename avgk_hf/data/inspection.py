@@ -35,14 +35,19 @@ class Inspection:
     counts: Counts
     problems: dict[str, list[str]]
 
+    def summary(self, train: str = "train") -> str:
+        """`short_form`, or how many images there are where no class is known."""
+        total = sum(int(counts.sum()) for counts in self.counts.values())
+        return short_form(self.counts, train) if self.names else f"{total:,} images without classes"
+
     def as_json(self) -> dict[str, Any]:
         """The same as plain values, with the shot table and the short form."""
         by_class = {name: {split: int(n[i]) for split, n in self.counts.items()} for i, name in enumerate(self.names)}
         return {
-            "summary": short_form(self.counts),
+            "summary": self.summary(),
             "classes": by_class,
             "images": {split: int(counts.sum()) for split, counts in self.counts.items()},
-            "shots": shot_table(self.counts),
+            "shots": shot_table(self.counts) if self.names else {},
             "problems": self.problems,
         }
 
@@ -63,7 +68,9 @@ def short_form(counts: Counts, train: str = "train") -> str:
 
 
 def count_images(splits: Mapping[str, Dataset]) -> Counts:
-    """The images of each class in each split of `load_splits`."""
+    """The images of each class in each split of `load_splits`; where classes are not known, as if of one."""
+    if not _labelled(splits):
+        return {name: np.array([len(split)]) for name, split in splits.items()}
     return {name: class_counts(split, len(split.features["label"].names)) for name, split in splits.items()}
 
 
@@ -84,20 +91,25 @@ def inspect(splits: Mapping[str, Dataset], train: str = "train", num_workers: in
     """Look at every image once: what would spoil a training or its numbers is found before it.
 
     Args:
-        splits: What `load_splits(..., allow_new_classes=True)` gives.
+        splits: What `load_splits(..., allow_new_classes=True)` gives, or images without classes.
         train: The split to train on.
         num_workers: Processes that read images.
     """
-    counts = count_images(splits)
-    names = next(iter(splits.values())).features["label"].names
+    counts, labelled = count_images(splits), _labelled(splits)
+    names = next(iter(splits.values())).features["label"].names if labelled else []
     seen = {name: _looked_at(split, name, num_workers) for name, split in splits.items()}
-    problems = {
-        "broken images": [fault for rows in seen.values() for fault in rows["fault"] if fault],
-        "classes in one split only, or without training images": _in_one_split(names, counts, train),
-        "names that differ by accents, case or spaces": [" / ".join(alike) for alike in names_alike(names)],
-        **_repeated(splits, names, seen),
-    }
+    problems = {"broken images": [fault for rows in seen.values() for fault in rows["fault"] if fault]}
+    if labelled:
+        problems |= {
+            "classes in one split only, or without training images": _in_one_split(names, counts, train),
+            "names that differ by accents, case or spaces": [" / ".join(alike) for alike in names_alike(names)],
+            **_repeated(splits, names, seen),
+        }
     return Inspection(names, counts, {kind: found for kind, found in problems.items() if found})
+
+
+def _labelled(splits: Mapping[str, Dataset]) -> bool:
+    return all("label" in split.column_names for split in splits.values())
 
 
 def beside_images(folder: str | Path) -> dict[str, list[str]]:

@@ -27,7 +27,7 @@ from .boundary import Inside, Refused, check_builder, check_folder, check_images
 from .cifar import is_cifar_archive, load_cifar
 from .classes import check_new_classes, class_names, nfc, with_classes
 from .cub import is_cub, load_cub
-from .datasets import contract, split_validation, without_bars
+from .datasets import contract, take_from_train, without_bars
 from .glyphs import load_glyphs
 from .plantnet import is_plantnet, load_plantnet
 from .sources import image_files
@@ -54,6 +54,7 @@ def load_splits(
     unlabelled: bool = False,
     allow_outside: bool = False,
     allow_new_classes: bool = False,
+    test_per_class: int | None = None,
 ) -> DatasetDict:
     """Load a dataset and bring it to the contract: columns `image`, `label` (ClassLabel) and `index`.
 
@@ -72,6 +73,7 @@ def load_splits(
         allow_outside: Whether the dataset may point out of itself: links, paths of images, and addresses on the
             network in its README. Only for a dataset whose author you trust.
         allow_new_classes: Whether other splits may have classes without an image in `train`.
+        test_per_class: For data without test images: take this many of each class from train, before validation.
 
     Returns:
         The splits under their own names, usually train, validation and test. All have the same classes, matched by
@@ -94,7 +96,7 @@ def load_splits(
             check_images(splits, dataset)
     if not allow_new_classes:
         check_new_classes(splits)
-    return splits if validation_per_class is None else split_validation(splits, validation_per_class, split_seed)
+    return take_from_train(splits, validation_per_class, test_per_class, split_seed)
 
 
 def load_streams(
@@ -242,13 +244,8 @@ def _columns(splits: Mapping[str, Any], dataset: str, columns: dict[str, str], u
         for ours, column in columns.items():
             if column not in (split.column_names or []):
                 if list(columns.values()) == ["image", "label"] and split.column_names == ["image"]:
-                    raise ValueError(
-                        _misplaced(dataset)
-                        or _empty(dataset)
-                        or f"dataset {dataset!r} does not say which class its images are of: they belong in one folder"
-                        f" for each of two or more classes, none deeper than others, {dataset}/train/<class>/x.jpg."
-                        " (In a table, the column of classes is named with `label_column:` or `--label-column`.)"
-                    )
+                    reason = next(iter(misplaced(dataset)), None) or _empty(dataset) or no_classes(dataset)
+                    raise ValueError(f"dataset {dataset!r}: {reason}.")
                 hint = " Images in one folder per class, `train/<class>/x.jpg`, give it." if ours == "label" else ""
                 raise ValueError(
                     f"dataset {dataset!r}, split {name!r} has no column {column!r}; it has {split.column_names}. Name"
@@ -261,16 +258,25 @@ def _empty(dataset: str) -> str | None:
     """The first class folder without a file, in a sentence: with one other class there is none to tell it from."""
     folders = (path for path in sorted(Path(dataset).glob("*/*")) if path.is_dir() and not path.name.startswith("."))
     empty = next((path.relative_to(dataset).as_posix() for path in folders if not any(path.iterdir())), None)
-    return f"dataset {dataset!r}: {empty} has no image, and two classes at least must have some." if empty else None
+    return f"{empty} has no image, and two classes at least must have some" if empty else None
 
 
-def _misplaced(dataset: str) -> str | None:
-    """The first image file that lies deeper or higher than most, in a sentence; None where there is none."""
+def misplaced(dataset: str) -> list[str]:
+    """Which image files lie deeper or higher than most, a sentence each: because of one of them no class is known."""
     paths = [path.relative_to(dataset) for path in image_files(dataset)]
     usual = mode([len(path.parts) for path in paths] or [0])
-    for path in (path for path in paths if usual > 1 and len(path.parts) != usual):
-        where, remedy = ("deeper", "up") if len(path.parts) > usual else ("higher", "to those of its class")
-        return f"dataset {dataset!r}: {path.as_posix()} lies {where} than the others: move it {remedy}."
+    remedies = {True: ("deeper", "up"), False: ("higher", "to those of its class")}
+    found = [(path, *remedies[len(path.parts) > usual]) for path in paths if usual > 1 and len(path.parts) != usual]
+    return [f"{path.as_posix()} lies {where} than the others: move it {remedy}" for path, where, remedy in found]
+
+
+def no_classes(dataset: str) -> str:
+    """What would tell the classes of images, in a sentence."""
+    return (
+        "it does not say which class its images are of: they belong in one folder for each of two or more classes,"
+        f" none deeper than others, {dataset}/train/<class>/x.jpg; in a table, the column of classes is named with"
+        " `label_column:` or `--label-column`"
+    )
 
 
 def _class_names(splits: DatasetDict, dataset: str, label_column: str) -> list[str]:

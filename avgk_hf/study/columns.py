@@ -1,5 +1,6 @@
 """What tables of results show: one list of columns, how a number stands in a cell, and a table as Markdown."""
 
+import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -61,7 +62,7 @@ COLUMNS = (
     SIZE,
     Column("empty_sets", "empty sets", tables=("command",)),
     Column("top1_accuracy", "top-1", tables=("report", "demo")),
-    Column("topk_accuracy", "top-K", tables=("report",)),
+    Column("topk_accuracy", "top-K", tables=("report", "command")),
     Column("macro_accuracy", "mean over classes", tables=("balance",)),
     Column("few_shot_accuracy", "few shot"),
     Column("medium_shot_accuracy", "medium shot"),
@@ -93,12 +94,26 @@ def as_text(head: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
     return "\n".join("  ".join(map(str.rjust, line, widths)) for line in lines)
 
 
-def by_k(metrics: Mapping[str, float], own_k: float | None) -> str:
+def share_interval(share: float, number: int) -> tuple[float, float]:
+    """The 95% interval of Wilson for a share that was measured on so many images.
+
+    >>> low, high = share_interval(0.9, 110)
+    >>> f"{low:.3f} to {high:.3f}"
+    '0.830 to 0.943'
+    """
+    z = 1.96
+    middle = (share + z * z / (2 * number)) / (1 + z * z / number)
+    half = z * math.sqrt(share * (1 - share) / number + z * z / (4 * number * number)) / (1 + z * z / number)
+    return middle - half, middle + half
+
+
+def by_k(metrics: Mapping[str, float], own_k: float | None, number: int | None = None) -> str:
     """Metrics of an evaluation as people read them: a row for each K, then the coverages, then what has no K.
 
     Args:
         metrics: As `evaluation.evaluate` names them.
         own_k: The K whose metrics have none behind their names.
+        number: Of images, for the interval of an accuracy.
     """
     columns, found = columns_of("command"), {}
     for name, value in metrics.items():
@@ -107,7 +122,8 @@ def by_k(metrics: Mapping[str, float], own_k: float | None) -> str:
             found.setdefault(float(key or own_k), {})[metric] = value
     columns = [column for column in columns if any(column.metric in of_k for of_k in found.values())]
     rows = [[k_key(k), *(each.percent_cell(found[k].get(each.metric)) for each in columns)] for k in sorted(found)]
-    parts = [as_text(["K", *(column.title.replace("average-K ", "") for column in columns)], rows)]
+    titles = [column.title.replace("average-K ", "").replace(" shot", "") for column in columns]
+    parts = [as_text(["K", *titles], rows)]
     levels = [name for name in metrics if name.startswith("coverage_") and f"{name}_size" in metrics]
     if levels:
         levels.sort(key=lambda name: (name.rpartition("_")[0], float(name.rpartition("_")[2])))
@@ -118,15 +134,24 @@ def by_k(metrics: Mapping[str, float], own_k: float | None) -> str:
     others = [f"top-1 accuracy {100 * metrics['top1_accuracy']:.2f}%"] if "top1_accuracy" in metrics else []
     counted = [(metrics[name], words) for name, words in COUNTED.items() if name in metrics]
     others += [f"{number:,} {words.format('s' * (number != 1))}" for number, words in counted]
-    notes = ["K: classes in a set on average; accuracy: share of all images whose set holds the true class"] * any(
-        ACCURACY.metric in of_k for of_k in found.values()
-    )
+    notes, labelled = [], {k: of_k[ACCURACY.metric] for k, of_k in found.items() if ACCURACY.metric in of_k}
+    if labelled:
+        notes += ["K: classes in a set on average; accuracy: share of all images whose set holds the true class"]
+    if any("topk_accuracy" in of_k for of_k in found.values()):
+        notes += ["top-K: the same share for lists of K classes, as many for every image"]
+    if labelled and number:
+        k = own_k if own_k in labelled else min(labelled)
+        low, high = share_interval(labelled[k], number)
+        text = (
+            f"{round(number * labelled[k]):,} of {number:,} images at K = {k_key(k)}; of many more like them it would"
+        )
+        notes += [f"{text} be {100 * low:.1f} to {100 * high:.1f}%, with 95% confidence"]
     empty = any(of_k.get("empty_sets") for of_k in found.values())
     text = "sets may be empty here; `avgk predict` names the best class instead, unless --min-size 0 is given"
     notes += [text] if empty or levels else []
     present = set().union(*found.values())
     shots = [f"{name.partition('_')[0]} {words}" for name, words in SHOT_WORDS.items() if name in present]
     if shots:
-        notes.append(f"shot: mean over classes, by the images that were left to train on: {', '.join(shots)}")
+        notes.append(f"shots: mean over classes, by the images that were left to train on: {', '.join(shots)}")
     last = [*([", ".join(others)] if others else []), *(f"({note})" for note in notes)]
     return "\n\n".join([*parts, *(["\n".join(last)] if last else [])])

@@ -58,6 +58,7 @@ def contact_sheet(
     rows: int = 4,
     most: int = 6,
     ordered: bool = True,
+    lambda_val: float | None = None,
 ) -> None:
     """Images with their predicted sets below, from clear (small sets) to hopeless (large ones).
 
@@ -73,20 +74,22 @@ def contact_sheet(
         rows: Rows; the images shown are spread evenly over all given, ordered by set size.
         most: Classes written out below an image; the rest is counted.
         ordered: Whether to order and to choose; otherwise all images are shown as they come.
+        lambda_val: The threshold: a set whose best class is below it is a guess, and comes last.
     """
     shown = list(range(len(images)))
+    guessed = [lambda_val is not None and scores is not None and scores[i][0] < lambda_val for i in shown]
     if ordered:
-        shown.sort(key=lambda i: len(sets[i]))
+        shown.sort(key=lambda i: (guessed[i], len(sets[i])))
         shown = [shown[i] for i in np.linspace(0, len(shown) - 1, min(rows * columns, len(shown))).astype(int)]
     files = _file_names([images[i] for i in shown], names)
-    given = ([None if each is None else each[i] for i in shown] for each in (sets, labels, scores))
+    given = ([None if each is None else each[i] for i in shown] for each in (guessed, sets, labels, scores))
     captions = [_caption(*each, names, most) for each in zip(files, *given, strict=True)]
     pictures = [_thumbnail(images[i]) for i in shown]
     tall = SIDE * min(1.0, max(0.6, median(height / width for width, height in (each.size for each in pictures))))
-    columns, legend = min(columns, len(shown)), "" if labels is None else " (✓ the true class, ✗ missed)"
+    columns, legend = min(columns, len(shown)), "" if labels is None else "\n✓ the true class, ✗ missed"
     lines = [[caption for caption, _ in captions[i : i + columns]] for i in range(0, len(shown), columns)]
     heights = [tall + GAP + LINE * (1 + max(caption.count("\n") for caption in row)) for row in lines]
-    heading = whole(title + legend, 20 * columns, MOST_IN_TITLE)
+    heading = whole(title, 20 * columns, MOST_IN_TITLE) + legend
     with readable([heading, *(text for both in captions for text in both)]) as plt:
         top = sum(heights)
         figure = plt.figure(figsize=((SIDE + GAP) * columns + GAP, top + HEADING * (heading.count("\n") + 2)))
@@ -133,9 +136,12 @@ def _file_names(images: Sequence[Any], names: Mapping[int, str] | Sequence[str])
     return [whole(shortened(name, FILE_WIDTH), 99) for name in parts]
 
 
-def _caption(file: str, classes: Any, label: int | None, scores: Any, names: Any, most: int) -> tuple[str, str]:
+def _caption(
+    file: str, guessed: bool, classes: Any, label: int | None, scores: Any, names: Any, most: int
+) -> tuple[str, str]:
     """What stands below an image, line by line: its file, names, and beside them their scores."""
-    left = [*([file] if file else []), f"{len(classes)} class{'es' * (len(classes) != 1)}"]
+    size = "0 classes, best guess:" if guessed else f"{len(classes)} class{'es' * (len(classes) != 1)}"
+    left = [*([file] if file else []), size]
     right = [""] * len(left)
     for place, j in enumerate(classes[:most]):
         name = whole(names[int(j)], WIDTH).split("\n")
@@ -201,7 +207,7 @@ def accuracy_curve(
     """
     if _single(curves.values()):
         return False
-    labels = "K, average set size on validation", "average-K accuracy on test (%)"
+    labels = "K, average set size on validation", "true class in the set, on test (%)"
     with drawn_axis(path, *labels, title, height=4.2, names=[*curves, *(limits or {})]) as axis:
         for i, (name, curve) in enumerate(curves.items()):
             found = _percent(list(curve.values()))
