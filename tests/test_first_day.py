@@ -14,6 +14,8 @@ import numpy as np
 import pytest
 import timm
 import torch
+from datasets import DatasetDict
+from datasets import Image as StoredImage
 from PIL import Image
 from safetensors.torch import save_file
 from transformers import pipeline
@@ -30,7 +32,7 @@ from avgk_hf.calibration import Calibration
 from avgk_hf.checks import near_folder
 from avgk_hf.cli import main
 from avgk_hf.commands.init import BACKBONES
-from avgk_hf.data.datasets import class_counts, keep_aside, take_from_train
+from avgk_hf.data.datasets import class_counts, keep_aside, take_from_train, taken_as
 from avgk_hf.evaluation import calibrate, evaluate
 from avgk_hf.recipes import parse_recipe
 from avgk_hf.scope import promise, taken_in_training
@@ -672,6 +674,71 @@ def test_init_says_what_it_takes_from_train(image_folder, tmp_path, capsys):
     taken = "no validation split, so 24 of 72 training images are taken for it, 5 of each class, half at most"
     assert said[1] == taken and said[2].startswith("written to")
     assert f"# {taken}\n" in (tmp_path / "photos.yaml").read_text()
+
+
+def test_test_images_are_taken_from_train_where_there_are_none(image_folder):
+    """Before those of validation, of a class with few images a third each, and the same ones for the same seed."""
+    whole = load_splits(str(image_folder))
+    whole = DatasetDict({"train": whole["train"]})
+    splits = take_from_train(whole, 5, 4, seed=3)
+    counts = {name: class_counts(split, 6).tolist() for name, split in splits.items()}
+    before = class_counts(whole["train"], 6).tolist()
+    assert counts["test"] == [min(4, n // 3) for n in before]
+    assert counts["validation"] == [min(5, (n - t) // 2) for n, t in zip(before, counts["test"], strict=True)]
+    left = zip(before, counts["test"], counts["validation"], strict=True)
+    assert counts["train"] == [n - t - v for n, t, v in left]
+
+    def files(part):
+        return {each["path"] for each in splits[part].cast_column("image", StoredImage(decode=False))["image"]}
+
+    assert len(files("train") | files("validation") | files("test")) == sum(before)
+    fields = {"validation_per_class": 5, "test_per_class": 4, "split_seed": 3}
+    assert all(taken_as(splits[name]) == fields for name in splits) and taken_as(whole["train"]) == {}
+    again = load_splits(str(image_folder / "train"), validation_per_class=5, test_per_class=4, split_seed=3)
+    assert list(again["test"]["label"]) == list(splits["test"]["label"])
+    with pytest.raises(ValueError, match=r"test_per_class=4 takes images .* where there is no 'test'"):
+        take_from_train(load_splits(str(image_folder)), test=4)
+    for text in ("[]", "{", "7", '{"validation_per_class": "5", "test_per_class": 4, "split_seed": 3}'):
+        splits["test"].info.description = text  # a stranger's
+        assert taken_as(splits["test"]) == {}
+
+
+def test_an_unsplit_folder_gets_an_honest_number(recipe, image_folder, tmp_path, monkeypatch, capsys):
+    """What init keeps aside is evaluated by name; of images that were learnt from it is said what they are worth."""
+    monkeypatch.chdir(tmp_path)
+    shutil.copytree(image_folder / "train", tmp_path / "plants")
+    assert main(["init", "plants", "--out", "plants.yaml"]) == 0
+    _, data, _ = parse_recipe(["plants.yaml"])
+    assert (data.test_per_class, data.validation_per_class) == (5, 5)
+    assert "no test split, so" in capsys.readouterr().out
+    taken = ["--test_per_class", "5", "--validation_per_class", "5", "--split_seed", "2"]
+    assert main(["train", str(recipe), "--dataset", "plants", *taken, "--num_train_epochs", "1"]) == 0
+    printed = capsys.readouterr().out
+    assert "; validation 19, test 17\n" in printed and "test average-2 accuracy" in printed
+    assert printed.rstrip().endswith("or `avgk evaluate run plants`".replace("run", str(tmp_path / "run")))
+    run, results = tmp_path / "run", json.loads(Path("run/results.json").read_text())
+    config = AvgKConfig.from_pretrained(run)
+    assert taken_in_training(Calibration.of(config)) == ("plants", {"validation": 5, "test": 5, "seed": 2})
+    assert main(["evaluate", "run", "plants", "--json"]) == 0
+    printed = capsys.readouterr()
+    assert "test: 17 images that the training of this model took from train (of each class 5, seed 2)" in printed.err
+    found, stored = json.loads(printed.out), results["test"]
+    assert found["average_k_accuracy"] == stored["average_k_accuracy"] and "drift" not in printed.err
+    assert main(["evaluate", "run", "plants", "--split", "validation"]) == 0
+    printed = capsys.readouterr()
+    assert "images of the calibration, by which thresholds were set" in printed.err and "drift" not in printed.out
+    assert main(["evaluate", "run", "plants", "--split", "train"]) == 0
+    printed = capsys.readouterr()
+    assert "says nothing of its accuracy on others" in printed.err and "drift" not in printed.out + printed.err
+    assert main(["plot", "run", "--out", "plots"]) == 0
+    assert str(Path("plots/contact_sheet_run.png")) in capsys.readouterr().out
+    assert main(["evaluate", "run", "plants", "--split", "seed"]) == 2
+    assert "no split 'seed'" in capsys.readouterr().err
+    without = [*taken[2:4], "--output_dir", "other", "--num_train_epochs", "1"]
+    assert main(["train", str(recipe), "--dataset", "plants", *without]) == 0
+    printed = capsys.readouterr().out
+    assert "too good to report: `test_per_class: 5` keeps others" in printed and "avgk evaluate" not in printed
+    assert main(["plot", "other"]) == 2 and "train with `test_per_class: 5`" in capsys.readouterr().err
 
 
 def test_predict_counts_first_names_and_tables_mark_guesses(trained_run, image_folder, tmp_path, capsys):
