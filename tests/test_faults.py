@@ -637,7 +637,7 @@ def test_progress_log_and_tensorboard(recipe, image_folder, tmp_path, monkeypatc
         assert main([name, str(run), str(image_folder), "--batch-size", "3"]) == 0
         assert "| 10/10 [" in capsys.readouterr().err
     assert main(["plot", str(run), "--out", str(tmp_path / "plots")]) == 0
-    assert "contact sheet: 100%" in capsys.readouterr().err
+    assert "evaluate: 100%" in capsys.readouterr().err
 
 
 def test_augmentation_is_a_matter_of_seed_epoch_and_image(splits, make_model):
