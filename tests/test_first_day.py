@@ -577,11 +577,18 @@ def test_predict_says_which_names_are_forced_and_which_heads_answer(make_model, 
 
 
 def test_both_tables_name_photographs_alike(trained_run, image_folder, tmp_path, monkeypatch, capsys):
-    monkeypatch.chdir(image_folder / "test")
+    monkeypatch.chdir(tmp_path)
+    shutil.copytree(image_folder / "test" / CLASSES[0], "new")
+    Path("new/broken.jpg").write_bytes(b"no image")
     run, sets, unsure = str(trained_run), tmp_path / "sets.csv", tmp_path / "unsure"
-    assert main(["predict", run, CLASSES[0], "--out", str(sets)]) == 0
-    assert main(["evaluate", run, CLASSES[0], "--unsure", "3", "--unsure-out", str(unsure)]) == 0
-    assert f"{CLASSES[0]}: " in capsys.readouterr().out  # photographs without names are no split
+    assert main(["predict", run, "new", "--out", str(sets)]) == 1
+    assert main(["evaluate", run, "new", "--unsure", "3", "--unsure-out", str(unsure)]) == 1
+    printed = capsys.readouterr()
+    assert printed.err.count("\n  new/broken.jpg cannot be read") == 2
+    assert (
+        "\nnew: " in f"\n{printed.out}" and "too few images to tell" in printed.out
+    )  # photographs without names are no split
+    assert "called train" not in printed.err
     first = {line.split(",")[0] for line in sets.read_text(encoding="utf-8-sig").splitlines()[1:]}
     second = {line.split(",")[0] for line in (unsure / "unsure.csv").read_text(encoding="utf-8-sig").splitlines()[1:]}
     assert len(second) == 3 and second <= first

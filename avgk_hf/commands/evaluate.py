@@ -137,7 +137,7 @@ def _known_images(split: Any, config: Any, args: argparse.Namespace) -> str | No
     from ..calibration import Calibration
 
     source, name = Calibration.of(config).source, str(split.split or args.split)
-    if name == "train" and getattr(config, "train_counts", None):
+    if name == "train" and "label" in split.column_names and getattr(config, "train_counts", None):
         text = "if the model was trained on them, what is measured here says nothing of its accuracy on others"
         return f"these images are called train: {text}."
     if args.streaming or (source.get("dataset"), source.get("split")) != (name_of(args), name):
@@ -190,7 +190,7 @@ def _show_sets(listed: Any, args: argparse.Namespace, name: str) -> dict[Path, s
 
 
 def _as_typed(path: str, dataset: str) -> str:
-    """An image's path below the dataset as the user named that, as in the tables of `avgk predict`."""
+    """What begins with an image's path: that as the user named the dataset, as in the tables of `avgk predict`."""
     place = os.path.join(os.path.realpath(dataset), "")
     return os.path.join(dataset, path.removeprefix(place)) if path.startswith(place) else path
 
@@ -314,6 +314,7 @@ def measure(model: Any, split: Any, args: argparse.Namespace, **how: Any) -> tup
     how |= {"batch_size": args.batch_size, "num_workers": args.workers, "dataset_name": name_of(args)}
     how |= {"coverage": args.coverage, "balance": args.balance, "labels": labels_of(args)}
     metrics = evaluate(model, split, args.k, **how)
+    faults = [_as_typed(fault, args.dataset) for fault in faults]
     return metrics | ({"skipped": len(faults)} if faults else {}), faults, len(split) + len(faults)
 
 

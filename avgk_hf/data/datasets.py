@@ -203,11 +203,6 @@ def _take(splits: DatasetDict, name: str, per_class: int, parts: int, seed: int)
             f"{field}={per_class} must be 1 at least, and of a class at most {share} of the images are taken:"
             f" the largest has {counts.max()}."
         )
-    if (given < per_class).any():
-        logger.warning(
-            f"{field}={per_class}: {(given < per_class).sum()} of {len(names)} classes have fewer than"
-            f" {(parts + 1) * per_class} training images and give {share} of them."
-        )
     labels = np.asarray(class_ids(train))
     order = np.random.default_rng(seed).permutation(len(labels))
     by_class = order[np.argsort(labels[order], kind="stable")]  # (n,), random within each class
