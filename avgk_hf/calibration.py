@@ -343,7 +343,7 @@ class Calibration:
             only = f", only {', '.join(sorted(found, key=float))}: ask for one of these, or" if found else ":"
             raise ValueError(
                 f"coverage={level} is not recorded {what}{only} {again}. It takes {enough_images(question.coverage)}"
-                " validation images at least."
+                f" validation images{' of a class' if question.per_class else ''} at least."
             )
         if question.per_class:
             own, pooled = found[level]["own"], found[level]["pooled"]

@@ -369,11 +369,11 @@ def last_checkpoint(run: str | Path, warn: bool = True) -> Path | None:
     return None
 
 
-def where_to_go_on(run: str | Path, command: str = "`--resume_from_checkpoint last`") -> str:
+def where_to_go_on(run: str | Path, command: str = "`--resume_from_checkpoint last`", start: str = "it") -> str:
     """A sentence for an error: the last checkpoint and how to resume."""
     last = last_checkpoint(run, warn=False)
     if last is None:
-        return f"There is no checkpoint in {run} yet: start it again."
+        return f"There is no checkpoint in {run} yet: start {start} again."
     return f"The last checkpoint is {last}; go on with {command}."
 
 

@@ -212,18 +212,28 @@ def read_config(folder: Path) -> dict[str, Any]:
     return read_json(folder / "config.json")
 
 
-def check_calibrated(k: float, known: Iterable[float], num_labels: int | None = None) -> None:
-    """Refuse an average set size outside of those that a model, perhaps of so many classes, was calibrated for."""
+def check_calibrated(
+    k: float, known: Iterable[float], num_labels: int | None = None, others: Iterable[float] = ()
+) -> None:
+    """Refuse an average set size outside of those that a model was calibrated for.
+
+    Args:
+        k: The size.
+        known: Those.
+        num_labels: Classes of the model, where they are known.
+        others: What else is asked for.
+    """
     known = sorted(known)
     if k not in known and not known[0] < k < known[-1]:
-        sizes = " ".join(map(k_key, sorted({*known, k})))
+        sizes = " ".join(map(k_key, sorted({*known, k, *(other for other in others if not other < 1)})))
         more = f", or calibrate again with `avgk calibrate MODEL DATASET --k {sizes}`"
         if num_labels is not None and k >= num_labels:
             more = f": there are {num_labels} classes in all"
+        between = f", and for what lies in between. Ask for one in [{k_key(known[0])}, {k_key(known[-1])}]"
+        between = between if len(known) > 1 else " only. Ask for that"
         raise ValueError(
             f"no threshold is stored for k={k_key(k)}; this model is calibrated for k in"
-            f" {', '.join(map(k_key, known))}, and for what lies in between. Ask for one in"
-            f" [{k_key(known[0])}, {k_key(known[-1])}]{more}."
+            f" {', '.join(map(k_key, known))}{between}{more}."
         )
 
 

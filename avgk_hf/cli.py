@@ -2,6 +2,8 @@
 
 import argparse
 import importlib
+import os
+import re
 import sys
 from collections.abc import Iterable
 from difflib import get_close_matches
@@ -19,14 +21,22 @@ COMMANDS = (
 )  # fmt: skip
 
 
-def _number(text: str, kind: type = float, word: str = "number, e.g. 2") -> float:
+def _number(text: str, kind: type = float, word: str = "number") -> float:
     try:
         return kind(text)
     except ValueError:
-        remedy = f"; several are written `{' '.join(text.split(','))}`" if "," in text else ""
-        if text.endswith("%"):
-            remedy = "; a share is written without %, e.g. 0.9 for 90%"
-        raise argparse.ArgumentTypeError(f"{text!r} is no {word}{remedy}") from None
+        raise argparse.ArgumentTypeError(f"{text!r} is no {word}{_remedy(text)}") from None
+
+
+def _remedy(text: str) -> str:
+    """What may be meant by what is no number."""
+    if text.endswith("%") and text[:-1].isdecimal():
+        return f"; a share is written without %: {int(text[:-1]) / 100:g} for {text}"
+    if re.fullmatch(r"\d+,\d+", text):
+        return f"; a fraction has a point, {text.replace(',', '.')}, several have spaces, {text.replace(',', ' ')}"
+    if "," in text:
+        return "; several have spaces between them and no commas, e.g. 1 2 5"
+    return "; images and folders stand before this option" if os.path.exists(text) else ""
 
 
 class _Parser(argparse.ArgumentParser):
@@ -86,6 +96,11 @@ def main(arguments: list[str] | None = None) -> int:
     if unknown and "overrides" not in args:
         own = next(action for action in parser._actions if isinstance(action.choices, dict)).choices[args.command]
         text = f"unrecognized arguments: {' '.join(unknown)}"
+        before = words[words.index(unknown[0]) - 2]
+        if re.fullmatch(r"[\d.]+", unknown[0]) and before in own._option_string_actions:
+            own.error(f"{before} takes one number here: leave out {' '.join(unknown)}")
+        if unknown[0].partition("=")[0] == "--log":
+            own.error(f"--log stands before the command: `avgk --log FILE {args.command} ...`")
         if others := _who_has(unknown[0].partition("=")[0]):
             own.error(f"{text}; {unknown[0].partition('=')[0]} is an option of {', '.join(others)}")
         own.error(text, unknown[0], own._option_string_actions)

@@ -247,7 +247,7 @@ def describe_coverage(record: Mapping[str, Any]) -> dict[str, str]:
             few = classes - len(part["own"])
             source = "one threshold" if part["pooled_from"] == "rare" else "the threshold of all"
             share = f" ({few} of {classes} with too few images share {source})" if few else ""
-            parts += [f"per class{share}"] if part["own"] else []  # or none has enough
+            parts += [f"per class{share}"] if part["own"] else ["not per class (none has images enough)"]
         found[level] = ", ".join(parts)
     return found
 

@@ -137,6 +137,8 @@ def evaluate(
     Returns:
         The metrics, as `AvgKTrainer.evaluate` names them, without prefix; with `"skip"` also how many are `skipped`.
     """
+    if not isinstance(model, torch.nn.Module):
+        raise ValueError(f"the model is a {type(model).__name__}: load it first, `load_classifier(NAME)`.")
     run, labelled = {"batch_size": batch_size, "num_workers": num_workers}, is_labelled(dataset)
     special, ks = per_class or check_choice("method", method, METHODS) != "lac", k if isinstance(k, Iterable) else [k]
     check_asked(labelled, calibrate, monitor is not None, coverage is not None or special, balancing)

@@ -34,10 +34,11 @@ class Features(Dataset):
     Args:
         images: The split, with `label`.
         features: One row for each image.
+        transform: What was done to the images before.
     """
 
-    def __init__(self, images: datasets.Dataset, features: Tensor) -> None:
-        self.images, self.split, self.features = images, images.split, features
+    def __init__(self, images: datasets.Dataset, features: Tensor, transform: ImageTransform | None = None) -> None:
+        self.images, self.split, self.features, self.transform = images, images.split, features, transform
         self.labels = torch.tensor(class_ids(images))
 
     def __len__(self) -> int:
@@ -60,6 +61,8 @@ def cached_features(model: AvgKForImageClassification, images: datasets.Dataset,
         images: One split of `load_splits`.
         batch_size: Of the forward passes, on which the last bits can depend.
     """
+    if not isinstance(model, AvgKForImageClassification):
+        raise ValueError(f"cached_features takes the model first and the split second, not a {type(model).__name__}.")
     if any(parameter.requires_grad for parameter in model.backbone.parameters()):
         raise ValueError("features of a backbone that learns change: freeze it with `freeze_backbone: true`.")
     transform = ImageTransform(model.config)
@@ -70,7 +73,7 @@ def cached_features(model: AvgKForImageClassification, images: datasets.Dataset,
         output_folder(path.parent)
         with new_file(path) as new:
             save_file({"features": features}, new)
-    return Features(images, features)
+    return Features(images, features, transform)
 
 
 def cache_folder() -> Path:
@@ -83,7 +86,8 @@ def _compute(model: AvgKForImageClassification, images: datasets.Dataset, batch_
     was_training = model.training
     model.eval()
     features = []
-    logger.warning(f"computing the features of {len(images)} images, once; they are kept in {cache_folder()}")
+    split = f" of {images.split}" if images.split else ""
+    logger.warning(f"computing the features of {len(images)} images{split}, once; they are kept in {cache_folder()}")
     bar = tqdm(DataLoader(images, batch_size, collate_fn=collate), "features", unit="batch", disable=None)
     for batch in bar:
         pixels = batch["pixel_values"]

@@ -169,6 +169,10 @@ def replacing(folder: str | os.PathLike) -> Iterator[Path]:
         stale = {path.name for path in folder.glob("model*.safetensors*")} - names  # of another number of shards
         for name in stale if any(new.glob("model*.safetensors*")) else ():
             (folder / name).unlink()
+    umask = os.umask(0)
+    os.umask(umask)
     for name in sorted(names, key=lambda name: name == "config.json"):
+        if (new / name).is_file():
+            os.chmod(new / name, 0o666 & ~umask)  # safetensors makes files that nobody else may read
         os.replace(new / name, folder / name)
     new.rmdir()

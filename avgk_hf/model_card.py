@@ -17,6 +17,7 @@ from .conformal import METHODS, describe_coverage, question_name
 from .evaluation import Evaluation
 from .hub import HERE
 from .losses import LOSSES
+from .scope import promise
 from .sets import k_key
 from .weights import check_folder
 
@@ -92,25 +93,28 @@ def plain_metrics(metrics: dict[str, float], prefix: str) -> dict[str, float]:
     return {name.removeprefix(prefix): value for name, value in metrics.items() if not name.endswith(noise)}
 
 
-def hyperparameters(config: AvgKConfig, args: Any) -> dict[str, Any]:
+def hyperparameters(config: AvgKConfig, args: Any, frozen: bool = False) -> dict[str, Any]:
     """What the training table of the card shows, from the model's config and the training arguments."""
     return {
-        "backbone": config.architecture,
+        "backbone": config.architecture + ", frozen: only the heads learn" * frozen,
+        "input": " x ".join(map(str, config.pretrained_cfg["input_size"])),
         "objective": config.objective,
         "k": k_key(config.k),
         **config.hyperparameters,
         "score / head": f"{config.score} / {config.head}",
         **({} if config.test_time_augmentation == "none" else {"test time": config.test_time_augmentation}),
-        "epochs": args.num_train_epochs,
+        "epochs": f"{args.num_train_epochs:g}",
         "batch size": args.train_batch_size * args.gradient_accumulation_steps * args.world_size,
-        "optimizer": getattr(args.optim, "value", args.optim),
+        "optimizer": ", ".join(filter(None, [getattr(args.optim, "value", args.optim), args.optim_args])),
         "learning rate": args.learning_rate,
         "weight decay": args.weight_decay,
         "seed": args.seed,
     }
 
 
-def run_results(config: AvgKConfig, args: Any, card: CardCallback, dataset: str | None) -> dict[str, Any]:
+def run_results(
+    config: AvgKConfig, args: Any, card: CardCallback, dataset: str | None, frozen: bool = False
+) -> dict[str, Any]:
     """What results.json holds: how a model was trained, and the metrics that the callback has kept of it.
 
     Args:
@@ -118,6 +122,7 @@ def run_results(config: AvgKConfig, args: Any, card: CardCallback, dataset: str 
         args: Training arguments.
         card: The callback of the trainer.
         dataset: Name of the data.
+        frozen: Whether the heads alone learnt.
     """
     packages = {name: version(name) for name in ("torch", "timm", "transformers")}
     return {
@@ -126,7 +131,7 @@ def run_results(config: AvgKConfig, args: Any, card: CardCallback, dataset: str 
         "objective": config.objective,
         "k": config.k,
         "seed": args.seed,
-        "hyperparameters": hyperparameters(config, args),
+        "hyperparameters": hyperparameters(config, args, frozen),
         "recipe": {name: getattr(args, name) for name in TRAINED},
         "versions": {"avgk_hf": __version__, **packages},
         **{split: metrics for split, metrics in card.results(config).items() if split in ("validation", "test")},
@@ -151,6 +156,7 @@ def _calibrated(config: Any, metrics: dict[str, float]) -> dict[str, Any]:
         "tradeoff": calibration.tradeoff,
         "curve_head": calibration.source_head if getattr(config, "head", "ml") == "auto" else None,
         "levels": _levels(describe_coverage(calibration.coverage), metrics),
+        "promise": (promise(calibration) or "").partition(" `")[0],
     }
 
 
@@ -237,7 +243,8 @@ def _origin(repo: str, config: Any, relation: str | None) -> dict[str, str]:
     found = {} if base in (None, repo) else {"base_model": base}
     if found and relation:
         found["base_model_relation"] = relation
-    license = (getattr(config, "pretrained_cfg", None) or {}).get("license", "unknown")
+    described = (getattr(config, "pretrained_cfg", None) or {}) if found or relation else {}  # else of other weights
+    license = described.get("license", "unknown")
     if license in LICENSES:
         found["license"] = license
     elif license not in (None, "unknown") and re.fullmatch("[a-z][a-z0-9.-]{1,60}", str(license)):

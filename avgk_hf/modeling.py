@@ -19,6 +19,7 @@ from transformers.utils import ModelOutput
 
 from .backbones import check_pixels, create_backbone, feature_width, match_channels
 from .calibration import Calibration
+from .checks import near_folder
 from .configuration import AvgKConfig, check_fields, code_files, installed_losses, processor_config
 from .details import load_details
 from .files import copy_file, make_folder, replacing, write_text
@@ -188,6 +189,8 @@ class AvgKForImageClassification(PreTrainedModel):
         """As in the base class, from safetensors only; a half-written folder is refused with the file's name."""
         folder = args[0] if args else kwargs.get("pretrained_model_name_or_path")
         if folder is not None:
+            if not Path(folder).exists() and (near := near_folder(str(folder))) is not None:
+                raise FileNotFoundError(f"there is no model folder {str(folder)!r}; did you mean {near!r}?")
             refuse_adapter(folder, **kwargs)
         if folder is not None and Path(folder).is_dir() and not kwargs.get("variant"):
             check_folder(Path(folder, kwargs.get("subfolder") or ""))

@@ -106,8 +106,8 @@ class Tally:
         self.merge(Tally(len(batch.names), len(faults), faults))
         for found in rows:
             asked = f"{found[column]:g}"
-            self.sizes[asked] += found["size"]
-            self.below[asked] += found["below_threshold"]
+            self.sizes[asked] += found["size"] or 0  # None where there is no set
+            self.below[asked] += found["below_threshold"] or 0
         self.first.update(found["set"][0]["label"] for found in rows[::questions] if found["set"])
 
     def merge(self, other: "Tally") -> None:
@@ -175,8 +175,12 @@ class Predictor:
         """The rows of every batch, with the number of its shard."""
         few = number is not None and number < FEW
         loader = self.loader(shards, source, 0 if few else self.workers)
-        every = 0.1 if sys.stderr.isatty() else IN_LOGS
-        with tqdm(desc="predict", unit="image", total=number, disable=few or not shown, mininterval=every) as bar:
+        how = (
+            {}
+            if sys.stderr.isatty()
+            else {"mininterval": IN_LOGS, "bar_format": "{desc}: {n_fmt} of {total_fmt} images"}
+        )
+        with tqdm(desc="predict", unit="image", total=number, disable=few or not shown, **how) as bar:
             for batch in loader:
                 fault = next((error for error in batch.errors if error is not None), None)
                 if fault is not None and self.on_bad_image == "error":

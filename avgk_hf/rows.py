@@ -38,7 +38,9 @@ def row(
     name, value = asked
     found = [{**each, "label": plain_text(each["label"])} for each in found]
     below = bool(found) and lambda_val is not None and found[0]["score"] < lambda_val
-    sizes = {"size": len(found), "below_threshold": below}
+    sizes = (
+        {"size": len(found), "below_threshold": below} if error is None else {"size": None, "below_threshold": None}
+    )
     error = None if error is None else plain_text(error)
     asked_for = {name: plain_number(value), **({"balance": plain_number(balance)} if balance else {})}
     return {"image": plain_text(image), **asked_for, **sizes, "set": found, "error": error}
@@ -112,7 +114,7 @@ def cells(found: Row) -> dict[str, str]:
             plain |= {"best": names[0] if names else "", "best_score": scores[0] if scores else ""}
             plain |= {"classes": BETWEEN.join(names), "scores": cell(BETWEEN.join(scores))}
         else:
-            plain[name] = "" if name == "size" and found.get("error") else cell(value)
+            plain[name] = cell(value)
     return plain
 
 
@@ -148,7 +150,8 @@ def _parquet_file(path: Path) -> Iterator[Callable[[Iterable[Row]], None]]:
         held.extend(rows)
         if held and writer is None:
             for name, value in held[0].items():
-                types.setdefault(name, pa.string() if isinstance(value, str) else pa.float64())
+                numbers = pa.int64() if all(isinstance(each[name], int) for each in held) else pa.float64()
+                types.setdefault(name, pa.string() if isinstance(value, str) else numbers)
             writer = pq.ParquetWriter(path, pa.schema([(name, types[name]) for name in held[0]]))
         if held and (last or len(held) >= TOGETHER):
             writer.write_table(pa.Table.from_pylist(held, writer.schema))

@@ -120,7 +120,7 @@ def evaluated_sizes(
     if watched is not None:
         ks = [*ks, watched]
     if not ks and calibrate:
-        raise ValueError("name the average set sizes to calibrate for, e.g. `k=[1, 2, 5]`.")
+        raise ValueError("name the average set sizes to calibrate for, `--k 1 2 5` (`k=[1, 2, 5]`).")
     for size in ks or [None]:
         if not calibrate:
             calibration.threshold(size)  # refuses one that is not calibrated
@@ -191,8 +191,14 @@ def taken_in_training(calibration: Calibration) -> tuple[str | None, dict[str, i
 
 
 def promise(calibration: Calibration) -> str | None:
-    """One line where a coverage of this calibration holds only approximately; None where it holds, or is not known."""
-    recorded = calibration.source.get("chosen")
+    """One line where what this calibration promises holds only approximately; None where it holds, or is not known."""
+    source = calibration.source
+    if source.get("split") == "train" and source.get("selection") != f"{source.get('dataset')} train":
+        return (
+            "the thresholds come from images called train: if the model has learnt from these, sets of others are too"
+            " small and hold the true class less often than promised. `avgk calibrate` takes other images."
+        )
+    recorded = source.get("chosen")
     chosen = [name for name in ("checkpoint", "head", "balance") if isinstance(recorded, list) and name in recorded]
     if not calibration.coverage or not chosen:
         return None
@@ -201,5 +207,5 @@ def promise(calibration: Calibration) -> str | None:
         f"coverage is approximate: the {' and the '.join(chosen)} {verb} chosen on the images of the calibration,"
         " so that somewhat fewer sets than asked for may hold the true class. `calibration_split: auto` keeps images"
         f" aside from {2 * LEAST_ASIDE:,} validation images on (these are"
-        f" {calibration.source.get('num_examples', 'fewer')}), and `avgk calibrate --keep-heads` takes others."
+        f" {source.get('num_examples', 'fewer')}), and `avgk calibrate --keep-heads` computes them on other images."
     )

@@ -20,7 +20,15 @@ from .configuration import AvgKConfig
 from .conformal import enough_images, level_key
 from .data import class_counts
 from .data.classes import check_names
-from .data.datasets import TAKE, TAKE_TEST, check_length, check_prepared, collate, taken_as
+from .data.datasets import (
+    TAKE,
+    TAKE_TEST,
+    check_length,
+    check_prepared,
+    check_prepared_for,
+    collate,
+    taken_as,
+)
 from .evaluation import Evaluation, loop
 from .files import new_file, write_text
 from .losses import make_loss
@@ -75,7 +83,8 @@ class AvgKTrainer(ObjectiveTrainer):
         **kwargs: Any,
     ) -> None:
         if not isinstance(args, AvgKTrainingArguments):
-            raise ValueError("pass `args=AvgKTrainingArguments(output_dir, ...)`.")
+            swapped = ": the model comes first" if isinstance(model, AvgKTrainingArguments) else ""
+            raise ValueError(f"pass `args=AvgKTrainingArguments(output_dir, ...)`{swapped}.")
         if isinstance(eval_dataset, dict):
             raise ValueError(
                 "pass one validation set as `eval_dataset`: the thresholds come from it, not from several."
@@ -130,6 +139,7 @@ class AvgKTrainer(ObjectiveTrainer):
         for name, dataset in (("train_dataset", train), ("eval_dataset", validation)):
             if dataset is not None and has_length(dataset) and len(dataset) == 0:
                 raise ValueError(f"{name} is empty.")
+            check_prepared_for(name, dataset, model)
             dataset = getattr(dataset, "images", dataset)  # those that features stand for
             if isinstance(dataset, datasets.Dataset) and "label" in dataset.column_names:
                 check_names(name, dataset, config)
@@ -246,6 +256,11 @@ class AvgKTrainer(ObjectiveTrainer):
         Args:
             dataset: Labelled images, as `eval_dataset`, that are neither in it nor in `train_dataset`.
         """
+        if self.train_dataset is not None and dataset is self.train_dataset:
+            raise ValueError(
+                "calibrate(dataset) got the training images, on which sets look far better than on others: give"
+                " images that are neither in train_dataset nor in eval_dataset."
+            )
         if not self.model.config.thresholds:
             self.evaluate()  # which chooses the heads
         self._keeping_heads = True
@@ -351,9 +366,15 @@ class AvgKTrainer(ObjectiveTrainer):
         """What the last evaluation collected for the head that answers for `k`."""
         return self.evaluation.statistics[Calibration.of(self.model.config).head(k)]
 
+    @property
+    def _frozen(self) -> bool:
+        """Whether the heads alone learn."""
+        return getattr(self.model, "_learning", None) is not None
+
     def results(self) -> dict[str, Any]:
         """What results.json holds: how the model was trained, and what was measured since."""
-        return run_results(self.model.config, self.args, self.card, self.dataset_name) | self.record
+        about = (self.card, self.dataset_name, self._frozen)
+        return run_results(self.model.config, self.args, *about) | self.record
 
     def write_results(self, folder: str | Path) -> None:
         """Write results.json, which `avgk card`, `plot` and `report` read, where validation was evaluated."""
@@ -372,7 +393,10 @@ class AvgKTrainer(ObjectiveTrainer):
             return
         config = self.model.config
         repo = self.hub_model_id or model_name or Path(self.args.output_dir).name
-        rows, sizes = hyperparameters(config, self.args), self.card.set_sizes if config.thresholds else {}
+        rows, sizes = (
+            hyperparameters(config, self.args, self._frozen),
+            self.card.set_sizes if config.thresholds else {},
+        )
         results, adapter = self.card.results(config), hasattr(self.model, "peft_config")
         card = render_card(repo, config, results, rows, self.dataset_name, sizes.get("all"), adapter=adapter)
         with new_file(Path(self.args.output_dir) / "README.md") as new:

@@ -28,6 +28,8 @@ from .sets import check_k
 logger = logging.get_logger(__name__)
 LARGE_STATE = 2 * 2**30
 LARGEST_SEED = 2**32 - 1
+METRICS = ("average_k_accuracy", "topk_accuracy", "top1_accuracy", "macro_accuracy", "few_shot_accuracy")
+METRICS += ("medium_shot_accuracy", "many_shot_accuracy", "mean_set_size", "empty_sets", "loss", "lambda_val")
 SMALLER_IS_BETTER = ("loss", "_size", "empty_sets")  # how such a metric's name ends
 HONOURED = {  # by what they are about
     "arguments of `Trainer`": (
@@ -133,6 +135,13 @@ def check_trainer_arguments(args: "AvgKTrainingArguments", given: Mapping[str, A
     """Refuse arguments of `Trainer` that are not honoured, or not with these training arguments."""
     check_refused(given)
     metrics, patience = given.get("compute_metrics"), args.early_stopping_patience
+    best = (args.metric_for_best_model or METRICS[0]).removeprefix("eval_").partition("@")[0]
+    if not metrics and not best.startswith((*METRICS, "coverage_")):
+        near = get_close_matches(best, METRICS, 1, 0.4)
+        raise ValueError(
+            f"metric_for_best_model={args.metric_for_best_model!r} is no metric of an evaluation"
+            f"{f'; did you mean {near[0]!r}?' if near else ': ' + ', '.join(METRICS)}"
+        )
     if given.get("preprocess_logits_for_metrics") and not metrics:
         raise ValueError("preprocess_logits_for_metrics prepares what `compute_metrics` is given: pass that too.")
     if metrics and args.batch_eval_metrics and args.world_size > 1:

@@ -5,6 +5,7 @@ saved model as remote code.
 """
 
 import json
+import logging as py_logging
 import os
 import re
 from collections.abc import Iterator, Sequence
@@ -30,7 +31,7 @@ from .backbones import (
     near_models,
 )
 from .calibration import FIELDS, Calibration
-from .checks import check_nesting, is_hub_id, read_config, read_json, reason_of
+from .checks import check_nesting, check_whole, is_hub_id, read_config, read_json, reason_of
 
 WAIT = 10  # seconds for the Hub to answer at all
 ADAPTER, CALIBRATION = "adapter_model.safetensors", "calibration"  # of peft, and a tensor in it
@@ -66,6 +67,8 @@ def load_backbone(
     Returns:
         The model, and what a config says about it: `architecture`, `model_args`, `pretrained_cfg`, `base_model`.
     """
+    if image_size is not None:
+        check_whole("image_size", image_size, 1)
     source = f"local-dir:{name}" if Path(name).is_dir() else name
     model_args = dict(model_args or {})
     if pretrained is None:
@@ -118,7 +121,8 @@ def _created(architecture: str, model_args: dict, pretrained: bool, where: dict,
     """The timm model; a file with the weights of another one is refused."""
     reason = "they fill fewer than half of its tensors"
     try:
-        model = create_backbone(architecture, model_args, pretrained, **where)
+        with _without_lists(file):
+            model = create_backbone(architecture, model_args, pretrained, **where)
         if file is None or not pretrained or _share_of(model, file) >= 0.5:
             return model
     except RuntimeError as error:
@@ -129,6 +133,18 @@ def _created(architecture: str, model_args: dict, pretrained: bool, where: dict,
         f"the weights in {file} are not those of {architecture!r} ({reason}): name the timm model that they are of"
         " with `model:`, `--model` for a command."
     )
+
+
+@contextmanager
+def _without_lists(file: str | None) -> Iterator[None]:
+    """Without timm's lists of the tensors of a file that do not fit, pages of names: what fits is counted."""
+    log = py_logging.getLogger("timm.models._builder")
+    level = log.level
+    log.setLevel(level if file is None else py_logging.ERROR)
+    try:
+        yield
+    finally:
+        log.setLevel(level)
 
 
 def _share_of(model: nn.Module, file: str) -> float:
@@ -146,6 +162,10 @@ def _stored_config(source: str) -> tuple[str, dict[str, Any], dict[str, Any]]:
     path = _stored_file(source, "config.json")
     stored = read_json(path)
     cfg = stored.get("pretrained_cfg", stored)  # timm once wrote one mapping for all
+    if stored.get("model_type") == "avgk":
+        raise ValueError(
+            f"{path} is of a model of this package: `AvgKForImageClassification.from_pretrained` loads it."
+        )
     architecture, model_args = stored.get("architecture"), stored.get("model_args") or {}
     if not isinstance(architecture, str) or not isinstance(model_args, dict) or not isinstance(cfg, dict):
         raise ValueError(f"{path} does not describe a timm model: it needs `architecture` and `pretrained_cfg`.")

@@ -10,7 +10,7 @@ import logging
 import math
 import tempfile
 import unicodedata
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from itertools import islice
 from pathlib import Path
@@ -79,7 +79,8 @@ class Answers:
         self.names = set(self.config.id2label.values())
         self.source, self.probabilities = calibration.source, calibration.probabilities
         self.balance, self.balances, self.tradeoff = calibration.balance, calibration.balances, calibration.tradeoff
-        self.promise = (promise(calibration) or "").partition(". ")[0].replace("true class", f"true {self.one}")
+        told = (promise(calibration) or "").partition(". ")[0].replace("true class", f"true {self.one}")
+        self.promise = told[:1].upper() + told[1:]
         views = [calibration.at(balance) for balance in self.balances]
         self.levels = [level for level in calibration.levels() if all(level in view.levels() for view in views)]
         self.heads = {view.head(k) for view in views for k in self.ks}  # one, unless `head="auto"`
@@ -107,12 +108,12 @@ class Answers:
             found.append(row(name, (asked, value), labels, None, lambda_val, balance))
         return found
 
-    def table_html(self, images: list[tuple[str, Any]], left: int = 0, **question: float) -> str:
+    def table_html(self, images: list[tuple[str, Any]], left: Sequence[str] = (), **question: float) -> str:
         """Several images with their sets, and those of all that is recorded as a file that the page itself holds.
 
         Args:
             images: Of each its name and its scores, or why it has none.
-            left: How many images were left out.
+            left: Images that were left out.
             question: As of `image_set`; between the recorded K the nearest answers.
         """
         balance = question.pop("balance", self.balance)
@@ -124,11 +125,12 @@ class Answers:
         shown = []
         for each in (each for each in rows if each[asked] == nearest):
             names = [item["label"] for item in each["set"][:NAMES]]
-            more = f"and {each['size'] - NAMES} more" if each["size"] > NAMES else ""
+            left_over = len(each["set"]) - NAMES
+            more = f"and {left_over} more" if left_over > 0 else ""
             shown.append({**each, "names": names, "more": more})
         data = base64.b64encode(file.getvalue().encode("utf-8-sig")).decode()
         told = {"asked": self._asked(balance, **{asked: nearest}), "every": "K" if asked == "k" else asked}
-        return render("several.html", shown=shown, many=self.many, data=data, left=left, **told)
+        return render("several.html", shown=shown, many=self.many, data=data, left=left, most=self.at_once, **told)
 
     def _asked(self, balance: float, **question: float) -> str:
         """A question as the page says it."""
@@ -195,9 +197,12 @@ class Answers:
     def _worth(self, k: float | None, balance: float) -> str:
         """What sets of this kind were worth on the images of the calibration, where that is recorded."""
         names = ("all images", f"mean over {self.many}", f"{self.many} with few training images")
-        found = next((row[2:5] for row in self.tradeoff if row[:2] == [k, balance]), ())
-        shares = [f"{name} {share:.1%}" for name, share in zip(names, found, strict=False) if share is not None]
-        return ", ".join(shares)
+        known = [row for row in self.tradeoff if row[1] == balance]
+        if k is None or not known:
+            return ""
+        nearest = min(known, key=lambda row: abs(row[0] - k))
+        shares = [f"{name} {share:.1%}" for name, share in zip(names, nearest[2:5], strict=True) if share is not None]
+        return ", ".join(shares) + (f", for K = {k_key(nearest[0])}" if nearest[0] != k else "")
 
     def _growth_html(self, scores: dict[str, Tensor], question: dict[str, float]) -> str:
         """For every recorded K, or coverage, the size, and the classes that join; the one asked for is marked."""

@@ -104,7 +104,7 @@ class _Events:
     ) -> str:
         """The table of what `read_several` gave."""
         looked_at = [each for each in images or () if each[1] is not None]
-        left = len(images or ()) - len(looked_at)
+        left = [name for name, scores in images or () if scores is None]
         return (
             self.answers.table_html(looked_at, left, **self.question(ask, k, coverage, balance)) if looked_at else ""
         )
@@ -323,6 +323,7 @@ def launch(page: gr.Blocks, **options: Any) -> None:
         share=False,
         ssr_mode=False,
         quiet=True,
+        i18n=gr.I18n(en={"common.upload": "Upload"}),  # a name that Gradio asks for and does not have
         max_file_size=MOST_UPLOADED,
         state_session_capacity=SESSIONS,
         app_kwargs={"middleware": middleware},

@@ -46,7 +46,8 @@ def arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    refuse_link(args.out or args.model)  # now, and not when all is computed
+    if refuse_link(args.out or args.model).is_file():  # now, and not when all is computed
+        raise NotADirectoryError(f"--out {args.out} is a file: name a folder for the calibrated model.")
     check_model(args.model, args.k, calibrated=False, dataset=args.dataset, levels=args.coverage or ())
     if not args.out and (args.push or not Path(args.model).is_dir()):
         raise ValueError("name a folder for the calibrated model with --out.")

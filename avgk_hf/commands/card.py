@@ -17,6 +17,8 @@ def arguments(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> None:
     from ..model_card import card_of_run
 
+    if args.out and not args.out.lower().endswith(".md"):
+        raise ValueError(f"--out {args.out} gets Markdown: name a file that ends with .md.")
     out = Path(args.out or Path(args.run) / "README.md")
     refuse_link(out.parent)
     card = card_of_run(args.run, args.repo)

@@ -26,6 +26,7 @@ from .options import (
     per_class_of,
     replacing_said,
     say_left_out,
+    say_shared,
     say_written,
 )
 
@@ -92,6 +93,7 @@ def run(args: argparse.Namespace) -> int:
         raise ValueError(f"--unsure {args.unsure} must be a number of images, e.g. 24.")
     if args.unsure is not None and args.streaming:
         raise ValueError("--unsure looks at images again, which --streaming does not keep: leave one of them out.")
+    from ..calibration import Calibration
     from ..checks import title_of
     from ..classifiers import best_device, load_classifier
     from ..confusions import Listed
@@ -113,9 +115,11 @@ def run(args: argparse.Namespace) -> int:
         return 0
     say_split(split, args)
     own = monitor.k if "num_images" in metrics else getattr(model.config, "k", None)
-    print_metrics(metrics, args, own, left_out[1] - len(left_out[0]))
+    print_metrics(metrics, args, own, None if known else left_out[1] - len(left_out[0]))
     if known:
         print(known, file=sys.stderr)
+    calibration = Calibration.of(model.config)
+    say_shared(calibration, calibration.levels("lac", how["per_class"]), how["per_class"])
     if args.out:
         what = replacing_said(args.out, "all metrics")
         write_text(args.out, json.dumps(metrics, indent=2) + "\n")
@@ -137,7 +141,8 @@ def _known_images(split: Any, config: Any, args: argparse.Namespace) -> str | No
     from ..calibration import Calibration
 
     source, name = Calibration.of(config).source, str(split.split or args.split)
-    if name == "train" and "label" in split.column_names and getattr(config, "train_counts", None):
+    asked = args.split == "train" or getattr(config, "train_counts", None)  # else it may be a folder without splits
+    if name == "train" and "label" in split.column_names and asked:
         text = "if the model was trained on them, what is measured here says nothing of its accuracy on others"
         return f"these images are called train: {text}."
     if args.streaming or (source.get("dataset"), source.get("split")) != (name_of(args), name):
@@ -236,10 +241,11 @@ def read_split(args: argparse.Namespace, config: Any, unlabelled: bool = False) 
     if len(splits) == 1 and name == "test" and "label" not in next(iter(splits.values())).column_names:
         name = next(iter(splits))
     dataset, taken = taken_in_training(Calibration.of(config))
-    ours = name in taken.keys() - {"seed"} and name not in splits and "train" in splits and dataset == name_of(args)
-    if ours and not args.streaming:
+    parts = taken.keys() - {"seed"}
+    ours = dataset == name_of(args) and "train" in splits and not parts & splits.keys() and not args.streaming
+    if parts and ours and name != "train":
         splits = take_from_train(splits, **taken)
-        if is_first_process():
+        if name in parts and is_first_process():
             text = f"{name}: {len(splits[name]):,} images that the training of this model took from train"
             print(f"{text} (of each class {taken[name]}, seed {taken['seed']})", file=sys.stderr)
     number = taken.get("validation") or (None if args.streaming else _number_taken(splits, config)) or 20

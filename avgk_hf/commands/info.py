@@ -129,7 +129,8 @@ def _as_text(name: str, found: dict[str, Any]) -> str:
         lines["balance"] = f"--balance {known} (without --balance it is {found['own_balance']:g})"
     if ks:
         known = ", ".join(f"{k:g}" for k in ks)
-        lines["average size"] = f"--k {ks[0]:g} to {ks[-1]:g} (calibrated: {known}; without --k it is {found['k']:g})"
+        several = f"--k {ks[0]:g} to {ks[-1]:g} (calibrated: {known}; without --k it is {found['k']:g})"
+        lines["average size"] = several if len(ks) > 1 else f"--k {known} (calibrated for no other)"
     lines["calibrated"] = "no: it names one class, and no sets, before `avgk calibrate MODEL DATASET --k 1 2 5`"
     if source:
         where = " ".join(str(source[part]) for part in ("dataset", "split") if source.get(part))

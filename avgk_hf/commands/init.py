@@ -6,6 +6,7 @@ import os
 import shlex
 from typing import Any
 
+from ..checks import check_dataset
 from ..files import refuse_link, write_text
 from ..shell import printable
 from .options import data_arguments, read_splits
@@ -35,7 +36,7 @@ image_size: {side}  # {side_reason}
 in_chans: 3  # {colour}
 {what}
 k: {k:g}  # classes in a set on average, for {classes:,} classes: docs/choose_k.md
-head: auto  # validation decides which head answers
+head: auto  # with objective avgk, which has two, validation decides which head answers
 
 # data
 {data}
@@ -84,6 +85,11 @@ def arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> None:
+    check_dataset(args.dataset)
+    if os.path.isfile(args.dataset):
+        raise NotADirectoryError(f"{args.dataset} is a file: name the folder with the photographs.")
+    if not args.out.lower().endswith((".yaml", ".yml")):
+        raise ValueError(f"--out {args.out} gets a recipe: name a file that ends with .yaml.")
     if refuse_link(args.out).exists() and not args.overwrite:
         raise FileExistsError(
             f"{args.out} exists and is kept: name another file with --out, or replace it with --overwrite."
@@ -92,7 +98,7 @@ def run(args: argparse.Namespace) -> None:
         reason = "say with --model which timm model they are of" if not args.model else "there is no such file"
         raise ValueError(f"--checkpoint {args.checkpoint}: {reason}.")
     splits = read_splits(args)  # before torch is imported: the folder may not be there
-    from ..data.inspection import beside_images
+    from ..data.inspection import beside_images, names_alike
 
     if args.model and not args.model.startswith("hf_hub:"):
         from ..weights import load_backbone
@@ -101,10 +107,25 @@ def run(args: argparse.Namespace) -> None:
     text = recipe_for(splits, args)
     write_text(args.out, text)
     print(text.partition("# written by")[0].replace("# ", ""), end="")
-    for kind, found in beside_images(args.dataset).items():
+    if args.checkpoint and (twin := _twin(args.model)):
+        text = f"these weights fit {twin} too: if they are of that, say `--model {twin}`, or sets get worse"
+        print(printable(text))
+    alike = [" / ".join(names) for names in names_alike(splits["train"].features["label"].names)]
+    for kind, found in (({"names that are alike": alike} if alike else {}) | beside_images(args.dataset)).items():
         print(printable(f"{kind}: {', '.join(found[:3])}{f' and {len(found) - 3:,} more' * (len(found) > 3)}"))
+    looked = f"\n`avgk check {shlex.quote(args.dataset)}` looks at every image before that" * os.path.isdir(
+        args.dataset
+    )
     refused = "; names that are nearly alike are refused by the training" if "did you mean" in text else ""
-    print(f"written to {args.out}; train with `avgk train {shlex.quote(args.out)}`{refused}")
+    print(f"written to {args.out}; train with `avgk train {shlex.quote(args.out)}`{refused}{looked}")
+
+
+def _twin(model: str) -> str | None:
+    """The timm model of the same shape, as TensorFlow had it or as PyTorch did, into which the same weights fit."""
+    import timm
+
+    twin = model.removeprefix("tf_") if model.startswith("tf_") else f"tf_{model}"
+    return twin if timm.is_model(twin) else None
 
 
 def recipe_for(splits: Any, args: argparse.Namespace) -> str:

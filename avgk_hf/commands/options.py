@@ -3,6 +3,7 @@
 import argparse
 import os
 import sys
+from collections.abc import Iterable
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -73,7 +74,7 @@ def check_model(
     for k in ks:
         check_k(k, None if known else number)
         if known:
-            check_calibrated(k, known, number)
+            check_calibrated(k, known, number, ks)
     for level in levels:
         check_level(level)
     if dataset is not None:
@@ -138,6 +139,15 @@ def per_class_of(args: argparse.Namespace) -> bool | float:
     if args.per_class:
         raise ValueError("--per-class is --per-class-weight 1: give one of them.")
     return {0.0: False, 1.0: True}.get(args.per_class_weight, args.per_class_weight)
+
+
+def say_shared(calibration: Any, levels: Iterable[float], per_class: bool | float) -> None:
+    """Say where thresholds per class are asked for and no class has one of its own."""
+    recorded = calibration.coverage.get("per_class") or {} if per_class else {}
+    shared = [f"{level:g}" for level in levels if not recorded.get(f"{level:g}", {"own": True})["own"]]
+    if shared:
+        text = f"coverage {', '.join(shared)} per class: no class had images enough for a threshold of its own"
+        print(f"{text}, so all of them share one.", file=sys.stderr)
 
 
 def writes_card(folder: Path) -> str:

@@ -23,6 +23,8 @@ def arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> None:
     check_pictures(True)
+    if Path(args.out).suffix.lower() in (".png", ".svg", ".pdf", ".jpg"):
+        raise ValueError(f"--out {args.out}: there are several pictures, so name a folder for them.")
     for path in plot_runs(args.runs, args.out, args.allow_outside):
         print(printable(path), flush=True)
 
@@ -60,6 +62,7 @@ def plot_runs(runs: Sequence[str | Path], out: str | Path, allow_outside: bool =
         if "set_sizes" not in results:
             remedy = (
                 "train with `test_per_class: 5`, which keeps test images aside, where the data have no split of them"
+                ' (in Python `trainer.evaluate(test, metric_key_prefix="test")` before `trainer.save_model()`)'
             )
             raise ValueError(f"{run} was not evaluated on a test split, so there is nothing to draw: {remedy}.")
         data = data_of(run, results)

@@ -22,6 +22,7 @@ from .options import (
     check_model,
     per_class_of,
     say_left_out,
+    say_shared,
 )
 
 HELP = "the predicted set of each image, printed or written: as many classes as it needs, best first"
@@ -105,6 +106,7 @@ def run(args: argparse.Namespace) -> int:
     predictor = Predictor(load_classifier(args.model).to(device), questions, **how)
     if rank == 0 and len({answer.head for _, answer in predictor.answers}) > 1:
         print("different heads answer for these K, so a smaller set may hold what a larger does not.", file=sys.stderr)
+    say_shared(predictor.calibration, [] if args.coverage is None else [args.coverage], given["per_class"])
     if args.coverage is not None and (approximate := promise(predictor.calibration)) is not None:
         print(f"{approximate.partition(', so that')[0]} (`avgk info` says more).", file=sys.stderr)
     if to_folder:
@@ -191,7 +193,7 @@ def _say(args: argparse.Namespace, column: str, tally: Any, new: str, balance: f
             print(UNKNOWN, file=sys.stderr)
     if balance and number:
         print(
-            "with a balance rare classes score higher than they are likely: scores are no probabilities",
+            "with a balance the scores of common classes are lowered, so they are no probabilities",
             file=sys.stderr,
         )
     if sum(tally.first.values()) >= ENOUGH:

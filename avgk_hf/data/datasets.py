@@ -323,6 +323,22 @@ def check_prepared(name: str, dataset: Any) -> None:
         raise ValueError(f"{name} holds images as they are stored, not as the model takes them: `prepare(it, model)`.")
 
 
+def check_prepared_for(name: str, dataset: Any, model: Any) -> None:
+    """Refuse images prepared for a model of another size or colour, and features of a backbone that learns."""
+    if isinstance(dataset, Dataset):
+        transform = dataset.format["format_kwargs"].get("transform")
+    else:
+        transform = getattr(dataset, "transform", None)
+        if hasattr(dataset, "features") and any(weight.requires_grad for weight in model.backbone.parameters()):
+            raise ValueError(f"{name} holds features of a frozen backbone, and this one learns: freeze it first.")
+    made, own = getattr(transform, "input_size", None), tuple(model.config.pretrained_cfg["input_size"])
+    if made is not None and made != own:
+        raise ValueError(
+            f"{name} was prepared for another model: its images have the shape {made}, and this one takes {own}:"
+            " prepare them with this model."
+        )
+
+
 def is_labelled(dataset: Any) -> bool:
     """Whether a split has labels; what is not one split is refused: a name, all at once, one of another package."""
     if not hasattr(dataset, "column_names") or isinstance(dataset, dict):

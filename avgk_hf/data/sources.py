@@ -192,7 +192,9 @@ class Source:
         elif _on_hub(place):
             yield from self._of_files(_hub_files(place, self.split, self.allow_outside), "hub")
         elif self.split is not None:
-            raise ValueError(f"--split {self.split} is for a dataset, and {place} is none: leave it out.")
+            inside = os.path.join(place, self.split)
+            remedy = f"name the folder, {inside}" if os.path.isdir(inside) else "leave it out"
+            raise ValueError(f"--split {self.split} is for saved datasets and the Hub's, not for {place}: {remedy}.")
         elif os.path.isdir(place):
             ends = {*image_suffixes(), TAR, PARQUET}
             yield from self._of_files(walk(place, ends, self.allow_outside), "inside", place)

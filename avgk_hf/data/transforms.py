@@ -47,6 +47,7 @@ class ImageTransform:
 
     mode = "RGB"
     augmentation = "none"
+    input_size: tuple[int, ...] | None = None
     kept: _Kept | None = None
     _seed: torch.Tensor | None = None
 
@@ -64,7 +65,8 @@ class ImageTransform:
         for step in self.transform.transforms:
             if isinstance(step, tv.Normalize):
                 step.inplace = True  # the tensor is new, so another copy of it would be wasted
-        if config.pretrained_cfg["input_size"][0] == 1:
+        self.input_size = tuple(config.pretrained_cfg["input_size"])
+        if self.input_size[0] == 1:
             self.mode = "L"
         self.augmentation = augmentation
         self.kept = _Kept() if keep else None

@@ -132,6 +132,10 @@ def by_k(metrics: Mapping[str, float], own_k: float | None, number: int | None =
         of_levels = zip(words, [ACCURACY.percent_cell(metrics[name]) for name in levels], sizes, strict=True)
         parts.append(as_text(["coverage", "measured", "mean set size"], of_levels))
     others = [f"top-1 accuracy {100 * metrics['top1_accuracy']:.2f}%"] if "top1_accuracy" in metrics else []
+    for name in (name for name in levels if f"{name}_mean_class" in metrics):
+        mean, worst = (ACCURACY.percent_cell(metrics[f"{name}_{part}_class"]) for part in ("mean", "worst"))
+        asked = name.removeprefix("coverage_").replace("_", " ")
+        others.append(f"{asked}: mean over classes {mean}, worst class {worst}")
     counted = [(metrics[name], words) for name, words in COUNTED.items() if name in metrics]
     others += [f"{number:,} {words.format('s' * (number != 1))}" for number, words in counted]
     notes, labelled = [], {k: of_k[ACCURACY.metric] for k, of_k in found.items() if ACCURACY.metric in of_k}
@@ -148,7 +152,7 @@ def by_k(metrics: Mapping[str, float], own_k: float | None, number: int | None =
         notes += [f"{text} be {100 * low:.1f} to {100 * high:.1f}%, with 95% confidence"]
     empty = any(of_k.get("empty_sets") for of_k in found.values())
     text = "sets may be empty here; `avgk predict` names the best class instead, unless --min-size 0 is given"
-    notes += [text] if empty or levels else []
+    notes += [text] if empty else []
     present = set().union(*found.values())
     shots = [f"{name.partition('_')[0]} {words}" for name, words in SHOT_WORDS.items() if name in present]
     if shots:

@@ -320,14 +320,16 @@ def set_size_course(monitor: Any, path: str | Path, name: str = "") -> None:
     title = f"{name}, K = {monitor.k:g}: {found}" if name else found
     with drawn_axis(path, "images", "classes in the set", title, height=3.6) as axis:
         label = f"{100 * monitor.confidence:g}% interval, for all times together"
-        axis.fill_between(number, low, high, color="#BFDDEE", label=label)
+        axis.fill_between(number, low, high, facecolor="#BFDDEE", edgecolor=COLOURS[0], linewidth=0.5, label=label)
         axis.plot(number, mean, color=COLOURS[0], label="mean set size")
         axis.axhline(monitor.k, color=COLOURS[4], linestyle="--", label=f"K = {monitor.k:g}, calibrated")
         for sign, label in ((-1, None), (1, "margin, within which it is no drift")):
             axis.axhline(monitor.k + sign * monitor.margin, color=COLOURS[4], linestyle=":", linewidth=1, label=label)
         axis.set(xscale="log", xlim=(1, max(monitor.num_images, 2)))
         axis.set_ylim(0, min(monitor.max_size, 3 * max(monitor.k, monitor.mean)))  # that of few images has no end
+        axis.set_xticks(sorted({10**i for i in range(9) if 10**i < monitor.num_images} | {monitor.num_images}))
         axis.xaxis.set_major_formatter(lambda value, _: f"{value:g}")
+        axis.minorticks_off()
 
 
 def export_bars(report: dict[str, Any], path: str | Path, title: str = "") -> None:
