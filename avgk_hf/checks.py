@@ -243,6 +243,16 @@ def check_dataset(name: str) -> None:
         raise FileNotFoundError(f"dataset={name!r}: there is no such folder.")
     if (near := near_folder(name)) is not None:
         raise FileNotFoundError(f"dataset={name!r}: there is no such folder; did you mean {near!r}?")
+    if leads_inside(name) and not Path(name).exists():
+        folder = Path(name).parent
+        inside = sorted(path.name for path in folder.iterdir() if path.is_dir() and path.name[0] != ".")
+        only = f"only {', '.join(inside[:5])}{' ...' * (len(inside) > 5)}" if inside else "and no other folder"
+        raise FileNotFoundError(f"dataset={name!r}: {folder} holds no {Path(name).name}, {only}.")
+
+
+def leads_inside(name: str) -> bool:
+    """Whether a path leads into a folder that is here, so that it names nothing on the Hub."""
+    return len(Path(name).parts) > 1 and Path(name).parent.is_dir()
 
 
 def near_folder(name: str, file: bool = False) -> str | None:

@@ -201,7 +201,7 @@ class SetSizeMonitor:
         lower, upper = self.interval
         where = f" on {self.num_calibrated} images" if self.num_calibrated else ""
         where += f" of {self.source}" if self.source else ""
-        number = f"{self.num_images} image{'s' * (self.num_images != 1)}"
+        number = f"{self.num_images} image{'s' * (self.num_images != 1)}{', when it was noticed,' * self.drifted}"
         seen = (
             f"calibrated{where} for sets of {k_key(self.k)} class{'es' * (self.k != 1)} on average; after {number} the"
             f" mean is {self.mean:.2f} ({100 * self.confidence:g}% interval {lower:.2f} to {upper:.2f})"

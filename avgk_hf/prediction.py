@@ -250,7 +250,7 @@ class Shards:
         self.folder, self.predictor, self.source, self.size = make_folder(folder), predictor, source, size
         self.seen = self.images = self.broken = 0
         self.record = json.loads(json.dumps({**predictor.record(source, size), "images": None}))
-        held = any(self.folder.glob("*.parquet"))  # looked at first: another process may begin now
+        held = any(path.name[0] != "." for path in self.folder.iterdir())  # looked at first: another process may begin now
         stored = read_json(self.folder / RECORD) if (self.folder / RECORD).exists() else None
         for name in set(self.record) - {"name", "images"} if stored else ():
             if stored.get(name) != self.record[name]:
@@ -258,7 +258,8 @@ class Shards:
                 values = " and ".join(_said(record.get(shown))[:200] for record in (stored, self.record))
                 raise ValueError(f"{folder} holds sets of another {name} ({values}): choose another folder.")
         if not stored and held:
-            raise ValueError(f"{folder} holds Parquet files, and no {RECORD} that says of what: choose another.")
+            text = f"{folder} holds other files, and sets get a folder of their own"
+            raise ValueError(f"{text}: name a new one, or a file, {Path(folder) / 'sets.csv'}.")
         if not stored:
             self._write_record()
 

@@ -24,7 +24,7 @@ from .data.datasets import TAKE, check_split, keep_aside, take_from_train
 from .data.inspection import count_images, short_form
 from .features import Features, cached_features
 from .files import check_output_dir, remove
-from .model_card import RESULTS, TRAINED, read_results
+from .model_card import RESULTS, TRAINED
 from .modeling import AvgKForImageClassification
 from .recipes import DataArguments, ModelArguments, describe_fields, parse_recipe
 from .scope import LEAST_ASIDE, promise
@@ -259,20 +259,7 @@ def run_seeds(arguments: list[str], keep: bool = False) -> str:
 
 
 def _refuse_finished(args: AvgKTrainingArguments) -> None:
-    """Keep what is finished, which a training that is started again by mistake would replace.
-
-    One that is to go on may go on to more epochs only.
-    """
-    if args.resume_from_checkpoint and args.seeds == 1:
-        path, before = Path(args.output_dir) / RESULTS, {}
-        if args.resume_from_checkpoint in ("last", True) and path.is_file():
-            before = read_results(path.parent).get("recipe", {})
-        if before and all(before.get(name) == getattr(args, name) for name in ("num_train_epochs", "max_steps")):
-            raise FileExistsError(
-                f"{args.output_dir} holds a finished training, which is kept: more epochs, `--num_train_epochs`, or"
-                f" `{OVERWRITE}` train on."
-            )
-        return
+    """Keep what is finished, which a training that is started again by mistake would replace."""
     for folder in (args.output_dir, *(Path(args.output_dir) / f"seed-{args.seed + i}" for i in range(args.seeds))):
         if (Path(folder) / RESULTS).is_file():
             rest = ", train the seeds that are left with `--resume_from_checkpoint last`" if args.seeds > 1 else ""
@@ -308,7 +295,7 @@ def main(arguments: list[str] | None = None) -> None:
         return
     overwrite, arguments = OVERWRITE in arguments, [each for each in arguments if each != OVERWRITE]
     model_args, data_args, args = parse_recipe(arguments)
-    if not overwrite and not (args.resume_from_checkpoint and args.seeds > 1):
+    if not overwrite and not args.resume_from_checkpoint:
         _refuse_finished(args)
     if args.world_size > 1 and args.process_index == 0:
         print(f"{args.world_size} processes train together, {args.train_batch_size} images each per step")

@@ -60,7 +60,7 @@ def test_unknown_arguments_are_refused(capsys):
         "plots": "avgk: there is no command or option 'plots'; did you mean plot?",
         "predikt a b": "avgk: there is no command or option 'predikt'; did you mean predict?",
         "report runs --outt x": "avgk report: unrecognized arguments: --outt x; did you mean --out?",
-        "predict a b --k two": "avgk predict: argument --k: 'two' is no number, e.g. 2",
+        "predict a b --k two": "avgk predict: argument --k: 'two' is no number",
         "predict": "avgk predict: the following arguments are required: model, source",
         "--lo x report runs": "avgk: there is no command or option '--lo'; did you mean --log?",
         "--log": "avgk: argument --log: expected one argument",

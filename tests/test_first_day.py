@@ -114,7 +114,8 @@ def test_the_recipe_of_init_trains(image_folder, tmp_path, monkeypatch, capsys):
     shutil.copytree(image_folder / "test", photos / "test")
     assert main(["init", photos.name, "--out", "plants.yaml"]) == 0
     printed = capsys.readouterr().out
-    assert printed.endswith("written to plants.yaml; train with `avgk train plants.yaml`\n")
+    looks = f"`avgk check {shlex.quote(photos.name)}` looks at every image before that"
+    assert printed.endswith(f"written to plants.yaml; train with `avgk train plants.yaml`\n{looks}\n")
     model, data, args = parse_recipe(["plants.yaml"])
     assert (model.model, model.pretrained, model.in_chans, model.head, model.k) == (
         "resnet50.a1_in1k",
@@ -832,7 +833,7 @@ def test_a_balance_leaves_a_trace(trained_run, image_folder, tmp_path, capsys):
         with open(out, encoding="utf-8-sig", newline="") as file:
             rows = list(csv.DictReader(file))
         assert all(row.get("balance") == ("0.5" if column else None) for row in rows)
-        assert (", balance 0.5: " in said) == ("scores are no probabilities" in said) == column
+        assert (", balance 0.5: " in said) == ("so they are no probabilities" in said) == column
     assert main(["evaluate", *source[:1], str(image_folder), "--balance", "0.5", "--per-species", f"{out}.csv"]) == 0
     assert ": 30 images, balance 0.5\n" in capsys.readouterr().out
     with open(f"{out}.csv", encoding="utf-8-sig", newline="") as file:
@@ -856,7 +857,7 @@ def test_a_split_of_its_own_is_evaluated(trained_run, image_folder, tmp_path, mo
 def test_files_that_are_replaced_are_said(trained_run, image_folder, tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     command = ["evaluate", str(trained_run), str(image_folder), "--per-species", "a.csv", "--unsure", "2"]
-    for number in (0, 5):  # metrics, a table and a picture of the classes, and of the images
+    for number in (0, 3):  # metrics, a table and a picture of the classes; the least sure images get a new folder
         assert main([*command, "--out", "a.json"]) == 0
         assert capsys.readouterr().out.count("in place of the file that was there") == number
 
@@ -874,7 +875,7 @@ def test_names_of_files_for_others(trained_run, image_folder, tmp_path, monkeypa
     assert main(["init", str(image_folder), "--out", "trees.yaml", "--overwrite"]) == 0
     with pytest.raises(SystemExit):
         main(["predict", str(trained_run), str(image_folder), "--k", "1,2"])
-    assert "several are written `1 2`" in capsys.readouterr().err
+    assert "a fraction has a point, 1.2, several have spaces, 1 2" in capsys.readouterr().err
 
 
 def test_further_calls_from_python(trained_run, splits):

@@ -96,10 +96,10 @@ class Answers:
         name = unicodedata.normalize("NFC", path.parent.name)
         return name if name in self.names and not name.startswith(".") else ""
 
-    def rows(self, name: str, scores: dict[str, Tensor] | str, asked: str, balance: float) -> list[Row]:
-        """The sets of an image for all recorded K or coverages, or why there are none, as rows of a table."""
+    def rows(self, name: str, scores: dict[str, Tensor] | str, asked: str, value: float, balance: float) -> list[Row]:
+        """The sets of an image for `value` and all recorded K or coverages, or why there are none, as a table's rows."""
         found = []
-        for value in self.ks if asked == "k" else self.levels:
+        for value in sorted({*(self.ks if asked == "k" else self.levels), value}):
             if isinstance(scores, str):
                 found.append(row(name, (asked, value), [], scores, balance=balance))
                 continue
@@ -114,29 +114,28 @@ class Answers:
         Args:
             images: Of each its name and its scores, or why it has none.
             left: Images that were left out.
-            question: As of `image_set`; between the recorded K the nearest answers.
+            question: As of `image_set`.
         """
         balance = question.pop("balance", self.balance)
         ((asked, value),) = question.items()
-        nearest = min(self.ks if asked == "k" else self.levels, key=lambda other: abs(other - value))
-        rows = [each for name, scores in images for each in self.rows(name, scores, asked, balance)]
+        rows = [each for name, scores in images for each in self.rows(name, scores, asked, value, balance)]
         file = io.StringIO()
         write_csv(file)(rows)
         shown = []
-        for each in (each for each in rows if each[asked] == nearest):
+        for each in (each for each in rows if each[asked] == value):
             names = [item["label"] for item in each["set"][:NAMES]]
             left_over = len(each["set"]) - NAMES
             more = f"and {left_over} more" if left_over > 0 else ""
             shown.append({**each, "names": names, "more": more})
         data = base64.b64encode(file.getvalue().encode("utf-8-sig")).decode()
-        told = {"asked": self._asked(balance, **{asked: nearest}), "every": "K" if asked == "k" else asked}
+        told = {"asked": self._asked(balance, **{asked: value}), "every": "K" if asked == "k" else asked}
         return render("several.html", shown=shown, many=self.many, data=data, left=left, most=self.at_once, **told)
 
     def _asked(self, balance: float, **question: float) -> str:
         """A question as the page says it."""
         name = question_text(**question)
         text = f"K = {name}" if "k" in question else f"{name} coverage"
-        return text if balance == self.balance else f"{text}, balance {balance:g}"
+        return text if len(self.balances) == 1 else f"{text}, balance {balance:g}"
 
     @torch.no_grad()
     def scores(self, pixels: Tensor) -> dict[str, Tensor]:

@@ -81,9 +81,9 @@ def run(args: argparse.Namespace) -> int:
         save_classifier(model, args.out, metrics, args.push)
     else:
         write_thresholds(model, args.model)
-    say_split(split, args)
-    print_metrics(metrics, args, getattr(model.config, "k", None))
     calibration = Calibration.of(model.config)
+    say_split(split, args, calibration.balance)
+    print_metrics(metrics, args, getattr(model.config, "k", None))
     if args.plot:
         _draw(calibration, args)
     if not args.json:

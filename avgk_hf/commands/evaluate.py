@@ -5,6 +5,7 @@ import json
 import logging
 import os
 import sys
+from itertools import count
 from pathlib import Path
 from typing import Any
 
@@ -37,7 +38,8 @@ ONLY_NEW = "only if the classifier was not trained on the images in 'train'"
 
 def arguments(parser: argparse.ArgumentParser) -> None:
     shared_arguments(parser, "test")
-    parser.add_argument("--k", type=float, nargs="+", default=[], help="set sizes besides the model's own")
+    sizes = "set sizes besides the model's own; the files are about the first, unless the own is among them"
+    parser.add_argument("--k", type=float, nargs="+", default=[], help=sizes)
     levels = "coverage levels to report (all recorded)"
     parser.add_argument("--coverage", type=float, nargs="+", metavar="C", help=levels)
     parser.add_argument("--method", **METHOD)
@@ -48,7 +50,7 @@ def arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--per-species", metavar="FILE", help=table)
     longest = "the N images with the longest sets, to look at or label first: a list and a contact sheet"
     parser.add_argument("--unsure", type=int, metavar="N", help=longest)
-    parser.add_argument("--unsure-out", metavar="DIR", help="folder for them (runs/unsure-MODEL-DATASET)")
+    parser.add_argument("--unsure-out", metavar="DIR", help="folder for them (a new one, runs/unsure-MODEL-DATASET)")
     parser.add_argument("--out", help="JSON file to write the metrics to")
 
 
@@ -113,12 +115,12 @@ def run(args: argparse.Namespace) -> int:
     metrics, *left_out = measure(model, split, args, listed=[listed] if listed else (), **how)
     if not is_first_process():
         return 0
-    say_split(split, args)
+    calibration = Calibration.of(model.config).at(args.balance)
+    say_split(split, args, calibration.balance)
     own = monitor.k if "num_images" in metrics else getattr(model.config, "k", None)
     print_metrics(metrics, args, own, None if known else left_out[1] - len(left_out[0]))
     if known:
         print(known, file=sys.stderr)
-    calibration = Calibration.of(model.config)
     say_shared(calibration, calibration.levels("lac", how["per_class"]), how["per_class"])
     if args.out:
         what = replacing_said(args.out, "all metrics")
@@ -175,7 +177,9 @@ def _show_sets(listed: Any, args: argparse.Namespace, name: str) -> dict[Path, s
             print("no two classes are listed together often, so there is no picture of them.", file=sys.stderr)
     if args.unsure:
         images = listed.longest(args.unsure)
-        place = Path(args.unsure_out or "runs/" + f"unsure-{name}-{name_of(args)}".replace("/", "-"))
+        usual = "runs/" + f"unsure-{name}-{name_of(args)}".replace("/", "-")
+        free = (place for number in count(2) if not (place := Path(f"{usual}-{number}")).exists())
+        place = Path(args.unsure_out or (next(free) if Path(usual).exists() else usual))  # notes may stand in the old
         table, picture = place / "unsure.csv", place / "contact_sheet.png"
         empty = int((listed.sizes[images] == 0).sum())
         longest = f"{empty} without a set, then those with the longest" if empty else "the longest sets"
@@ -338,11 +342,11 @@ def quiet_unless_first() -> None:
         datasets.disable_progress_bars()
 
 
-def say_split(split: Any, args: argparse.Namespace) -> None:
+def say_split(split: Any, args: argparse.Namespace, balance: float = 0) -> None:
     """What was measured on, before the tables; a stream does not know how much it was."""
     if not args.json and not args.streaming:
         part = f", split {split.split or args.split}" if "label" in split.column_names else ""
-        asked = "" if args.balance in (None, "auto") else f", balance {args.balance:g}"
+        asked = f", balance {balance:g}" if balance or args.balance == 0 else ""
         print(printable(f"{name_of(args)}{part}: {len(split):,} images{asked}"), end="\n\n")
 
 

@@ -6,7 +6,6 @@ import os
 import shlex
 from typing import Any
 
-from ..checks import check_dataset
 from ..files import refuse_link, write_text
 from ..shell import printable
 from .options import data_arguments, read_splits
@@ -85,9 +84,6 @@ def arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> None:
-    check_dataset(args.dataset)
-    if os.path.isfile(args.dataset):
-        raise NotADirectoryError(f"{args.dataset} is a file: name the folder with the photographs.")
     if not args.out.lower().endswith((".yaml", ".yml")):
         raise ValueError(f"--out {args.out} gets a recipe: name a file that ends with .yaml.")
     if refuse_link(args.out).exists() and not args.overwrite:

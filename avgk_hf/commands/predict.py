@@ -126,7 +126,7 @@ def run(args: argparse.Namespace) -> int:
                 write(rows)
             _check_some(predictor.tally)
     new = " of this run" * (to_folder and shards.images > predictor.tally.images)
-    _say(args, predictor.column, predictor.tally, new, predictor.calibration.balance)
+    _say(args, predictor.column, predictor.tally, new, predictor.calibration.balance, to_folder)
     if world_size > 1:  # whatever started the processes would end the others
         return 0
     _check_some(predictor.tally)
@@ -175,7 +175,7 @@ def _check_some(tally: Any) -> None:
         raise ValueError(text)
 
 
-def _say(args: argparse.Namespace, column: str, tally: Any, new: str, balance: float) -> None:
+def _say(args: argparse.Namespace, column: str, tally: Any, new: str, balance: float, to_folder: bool) -> None:
     """Which model answered what and how large the sets are, and what could not be read: beside the rows."""
     number = tally.images - tally.left_out
     for value, total in tally.sizes.items() if number else ():
@@ -203,6 +203,7 @@ def _say(args: argparse.Namespace, column: str, tally: Any, new: str, balance: f
         print(printable(f"named first: {', '.join(common)}{others}"), file=sys.stderr)
     if args.out and number:
         before = ", in place of the file that was there" * args.replaces
+        before += ", as Parquet; a name that ends with .csv gives a spreadsheet" * to_folder
         print(printable(f"written to {args.out}{before}"), file=sys.stderr)
     say_left_out(tally.faults, tally.images, tally.left_out)
 

@@ -11,7 +11,9 @@ from typing import Any
 
 import pyarrow.compute as pc
 from datasets import DatasetDict, config
+from huggingface_hub import HfApi
 from huggingface_hub.constants import HF_HUB_CACHE
+from huggingface_hub.errors import RepositoryNotFoundError
 from huggingface_hub.file_download import repo_folder_name
 from huggingface_hub.repocard import REGEX_YAML_BLOCK
 
@@ -21,6 +23,7 @@ from ..plain_yaml import load_yaml
 READERS = ("imagefolder", "parquet", "arrow", "csv", "json", "webdataset", "cache")  # of `datasets`
 SETTINGS = ("config_name", "data_dir", "data_files", "default", "description", "version", "drop_labels")
 SETTINGS += ("drop_metadata", "sep", "delimiter")  # what a README may tell the reader
+WAIT = 10  # seconds for the Hub to answer at all
 REMEDY = "remove it, or permit it with `allow_outside: true` in a recipe, `--allow-outside` for a command"
 
 
@@ -42,6 +45,19 @@ def check_folder(folder: Path) -> None:
     for path in (folder / config.REPOCARD_FILENAME, folder / config.REPOYAML_FILENAME):
         if path.is_file():
             _check_readme(path)
+
+
+def check_reach(name: str) -> None:
+    """Refuse at once what is no dataset on the Hub, or not within reach.
+
+    `datasets` would try for half a minute, and then take its copy of a folder of this name that it read somewhere.
+    """
+    if "/" in name and Path(config.HF_DATASETS_CACHE, name.replace("/", "___")).is_dir():
+        return
+    try:
+        HfApi().dataset_info(name, timeout=WAIT)
+    except RepositoryNotFoundError:
+        raise FileNotFoundError("the Hub has no such dataset for you") from None
 
 
 def check_linked(folder: Path) -> None:

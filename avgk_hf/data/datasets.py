@@ -153,6 +153,8 @@ def check_split(
             f" 'train'{named}. Test images are for the report only."
         )
     near = "".join(f" ({other!r}?)" for other in get_close_matches(name, list(splits), 1, LIKE))
+    if list(splits) == ["train"] and option == "--split":
+        near = " train, if the model has not learnt from these images"
     raise ValueError(
         f"the dataset {dataset!r} has no split {name!r}, only {list(splits)}; name the right one with {option}{near}."
     )

@@ -23,7 +23,7 @@ from datasets.exceptions import DatasetGenerationError
 from datasets.packaged_modules.imagefolder.imagefolder import ImageFolder
 
 from ..checks import check_dataset, reason_of
-from .boundary import Inside, Refused, check_builder, check_folder, check_images, check_linked
+from .boundary import Inside, Refused, check_builder, check_folder, check_images, check_linked, check_reach
 from .cifar import is_cifar_archive, load_cifar
 from .classes import check_new_classes, class_names, nfc, with_classes
 from .cub import is_cub, load_cub
@@ -152,6 +152,8 @@ def _read(
         else:
             place = os.path.realpath(dataset) if folder.is_dir() else dataset  # the folder itself may be a link
             logging.getLogger("huggingface_hub.repocard").addFilter(_is_no_card)
+            if not folder.is_dir():
+                check_reach(dataset)
             builder = load_dataset_builder(place, config_name, data_files=_split_files(folder))
             if not allow_outside:
                 check_builder(builder, dataset)
@@ -169,7 +171,7 @@ def _read(
             raise ValueError(f"dataset {dataset!r} is empty.") from None
         if not folder.is_dir() and not isinstance(error, DatasetGenerationError):
             text = f"there is no folder {dataset!r} here, and as a Hub id it cannot be loaded ({reason_of(error)})"
-            raise OSError(f"{text}: check the name.") from error
+            raise OSError(f"{text}: check the name, which is relative to where the command is run.") from error
         reason = reason_of(error.__cause__ or error)
         raise ValueError(f"dataset {dataset!r} cannot be read ({reason}): is a file empty or broken?") from error
     return DatasetDict({str(splits.split or "train"): splits}) if isinstance(splits, Dataset) else splits

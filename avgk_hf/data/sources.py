@@ -16,10 +16,10 @@ from typing import Any, NamedTuple
 from datasets import Dataset, Image, load_dataset_builder, load_from_disk
 from PIL import Image as Pillow
 
-from ..checks import is_hub_id, reason_of
+from ..checks import is_hub_id, leads_inside, reason_of
 from ..files import leads_out
 from ..images import known_formats
-from .boundary import REMEDY, check_builder, check_folder
+from .boundary import REMEDY, check_builder, check_folder, check_reach
 from .containers import HUB, Parquet, Part, tar_members
 
 LIST, TAR, PARQUET = ".txt", ".tar", ".parquet"
@@ -307,11 +307,13 @@ def load(stored: Any, transform: Any, name: str) -> Any:
 def _on_hub(place: str) -> bool:
     """Whether a name is that of a dataset on the Hub: no file, nor what can only be meant for one."""
     ending = os.path.splitext(place)[1].lower()
-    return not os.path.exists(place) and is_hub_id(place) and ending not in {*image_suffixes(), LIST, TAR, PARQUET}
+    here = os.path.exists(place) or leads_inside(place)
+    return not here and is_hub_id(place) and ending not in {*image_suffixes(), LIST, TAR, PARQUET}
 
 
 def _hub_files(name: str, split: str | None, allow_outside: bool) -> list[str]:
     try:
+        check_reach(name)
         builder = load_dataset_builder(name)
         if not allow_outside:
             check_builder(builder, name)

@@ -144,7 +144,8 @@ def by_k(metrics: Mapping[str, float], own_k: float | None, number: int | None =
     if any("topk_accuracy" in of_k for of_k in found.values()):
         notes += ["top-K: the same share for lists of K classes, as many for every image"]
     if labelled and number:
-        k = own_k if own_k in labelled else min(labelled)
+        k = metrics.get("monitored_k", own_k)
+        k = k if k in labelled else min(labelled)
         low, high = share_interval(labelled[k], number)
         text = (
             f"{round(number * labelled[k]):,} of {number:,} images at K = {k_key(k)}; of many more like them it would"
