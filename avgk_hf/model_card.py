@@ -93,9 +93,20 @@ def plain_metrics(metrics: dict[str, float], prefix: str) -> dict[str, float]:
     return {name.removeprefix(prefix): value for name, value in metrics.items() if not name.endswith(noise)}
 
 
-def hyperparameters(config: AvgKConfig, args: Any, frozen: bool = False) -> dict[str, Any]:
-    """What the training table of the card shows, from the model's config and the training arguments."""
-    return {
+def run_results(
+    config: AvgKConfig, args: Any, card: CardCallback, dataset: str | None, frozen: bool = False
+) -> dict[str, Any]:
+    """What results.json holds: how a model was trained, and the metrics that the callback has kept of it.
+
+    Args:
+        config: Of the model, calibrated.
+        args: Training arguments.
+        card: The callback of the trainer.
+        dataset: Name of the data.
+        frozen: Whether the heads alone learnt.
+    """
+    packages = {name: version(name) for name in ("torch", "timm", "transformers")}
+    shown = {
         "backbone": config.architecture + ", frozen: only the heads learn" * frozen,
         "input": " x ".join(map(str, config.pretrained_cfg["input_size"])),
         "objective": config.objective,
@@ -110,28 +121,13 @@ def hyperparameters(config: AvgKConfig, args: Any, frozen: bool = False) -> dict
         "weight decay": args.weight_decay,
         "seed": args.seed,
     }
-
-
-def run_results(
-    config: AvgKConfig, args: Any, card: CardCallback, dataset: str | None, frozen: bool = False
-) -> dict[str, Any]:
-    """What results.json holds: how a model was trained, and the metrics that the callback has kept of it.
-
-    Args:
-        config: Of the model, calibrated.
-        args: Training arguments.
-        card: The callback of the trainer.
-        dataset: Name of the data.
-        frozen: Whether the heads alone learnt.
-    """
-    packages = {name: version(name) for name in ("torch", "timm", "transformers")}
     return {
         "dataset": dataset,
         "data": {},
         "objective": config.objective,
         "k": config.k,
         "seed": args.seed,
-        "hyperparameters": hyperparameters(config, args, frozen),
+        "hyperparameters": shown,  # by the card
         "recipe": {name: getattr(args, name) for name in TRAINED},
         "versions": {"avgk_hf": __version__, **packages},
         **{split: metrics for split, metrics in card.results(config).items() if split in ("validation", "test")},

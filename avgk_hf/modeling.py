@@ -7,6 +7,7 @@ import json
 import math
 import os
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +20,7 @@ from transformers.utils import ModelOutput
 
 from .backbones import check_pixels, create_backbone, feature_width, match_channels
 from .calibration import Calibration
-from .checks import near_folder
+from .checks import model_folder
 from .configuration import AvgKConfig, check_fields, code_files, installed_losses, processor_config
 from .details import load_details
 from .files import copy_file, make_folder, replacing, write_text
@@ -169,7 +170,7 @@ class AvgKForImageClassification(PreTrainedModel):
             missing = {name: tensor for name, tensor in own if not getattr(tensor, "_is_hf_initialized", False)}
             if missing:
                 path = next(path for path, other in self.backbone.named_modules() if other is module)
-                fresh = self._fresh_backbone().get_submodule(path)
+                fresh = self._fresh.get_submodule(path)
                 for name, tensor in missing.items():
                     tensor.copy_(getattr(fresh, name))
 
@@ -177,11 +178,10 @@ class AvgKForImageClassification(PreTrainedModel):
         """As in the base class, which would ask a setting for word embeddings first."""
         return dict(self._tied_weights_keys or {})
 
-    def _fresh_backbone(self) -> nn.Module:
-        if getattr(self, "_fresh", None) is None:
-            with torch.device("cpu"):
-                self.__dict__["_fresh"] = create_backbone(self.config.architecture, self.config.model_args)
-        return self.__dict__["_fresh"]
+    @cached_property
+    def _fresh(self) -> nn.Module:
+        with torch.device("cpu"):
+            return create_backbone(self.config.architecture, self.config.model_args)
 
     @classmethod
     @without_bars()
@@ -189,11 +189,10 @@ class AvgKForImageClassification(PreTrainedModel):
         """As in the base class, from safetensors only; a half-written folder is refused with the file's name."""
         folder = args[0] if args else kwargs.get("pretrained_model_name_or_path")
         if folder is not None:
-            if not Path(folder).exists() and (near := near_folder(str(folder))) is not None:
-                raise FileNotFoundError(f"there is no model folder {str(folder)!r}; did you mean {near!r}?")
+            model_folder(str(folder))  # refuses what can be neither a folder nor on the Hub
             refuse_adapter(folder, **kwargs)
-        if folder is not None and Path(folder).is_dir() and not kwargs.get("variant"):
-            check_folder(Path(folder, kwargs.get("subfolder") or ""))
+            if Path(folder).is_dir() and not kwargs.get("variant"):
+                check_folder(Path(folder, kwargs.get("subfolder") or ""))
         result = super().from_pretrained(*args, **{"use_safetensors": True, **kwargs})
         model = result[0] if isinstance(result, tuple) else result
         if isinstance(kwargs.get("config"), AvgKConfig) and folder is not None:  # Auto classes load it by itself

@@ -250,7 +250,8 @@ class Shards:
         self.folder, self.predictor, self.source, self.size = make_folder(folder), predictor, source, size
         self.seen = self.images = self.broken = 0
         self.record = json.loads(json.dumps({**predictor.record(source, size), "images": None}))
-        held = any(path.name[0] != "." for path in self.folder.iterdir())  # looked at first: another process may begin now
+        # looked at first: another process may begin now
+        held = any(path.name[0] != "." for path in self.folder.iterdir())
         stored = read_json(self.folder / RECORD) if (self.folder / RECORD).exists() else None
         for name in set(self.record) - {"name", "images"} if stored else ():
             if stored.get(name) != self.record[name]:

@@ -20,19 +20,11 @@ from .configuration import AvgKConfig
 from .conformal import enough_images, level_key
 from .data import class_counts
 from .data.classes import check_names
-from .data.datasets import (
-    TAKE,
-    TAKE_TEST,
-    check_length,
-    check_prepared,
-    check_prepared_for,
-    collate,
-    taken_as,
-)
+from .data.datasets import TAKE, TAKE_TEST, check_length, check_prepared, check_prepared_for, collate, taken_as
 from .evaluation import Evaluation, loop
 from .files import new_file, write_text
 from .losses import make_loss
-from .model_card import RESULTS, CardCallback, hyperparameters, render_card, run_results
+from .model_card import RESULTS, CardCallback, render_card, run_results
 from .optimizers import ObjectiveTrainer
 from .predictions import Predictions
 from .processes import broadcast
@@ -86,9 +78,7 @@ class AvgKTrainer(ObjectiveTrainer):
             swapped = ": the model comes first" if isinstance(model, AvgKTrainingArguments) else ""
             raise ValueError(f"pass `args=AvgKTrainingArguments(output_dir, ...)`{swapped}.")
         if isinstance(eval_dataset, dict):
-            raise ValueError(
-                "pass one validation set as `eval_dataset`: the thresholds come from it, not from several."
-            )
+            raise ValueError("pass one validation set as `eval_dataset`: thresholds come from it, not from several.")
         check_trainer_arguments(args, kwargs)
         # torch's own collates a worker's images in the memory it shares; the stock one costs a further copy of them
         for name, dataset in (("train_dataset", train_dataset), ("eval_dataset", eval_dataset)):
@@ -107,10 +97,8 @@ class AvgKTrainer(ObjectiveTrainer):
         self._calibrating = self._keeping_heads = False
         self.evaluation: Evaluation | None = None  # the last
         if args.early_stopping_patience:
-            kwargs["callbacks"] = [
-                *(kwargs.get("callbacks") or []),
-                EarlyStoppingCallback(args.early_stopping_patience),
-            ]
+            stop = EarlyStoppingCallback(args.early_stopping_patience)
+            kwargs["callbacks"] = [*(kwargs.get("callbacks") or []), stop]
         super().__init__(model=model, args=args, train_dataset=train_dataset, eval_dataset=eval_dataset, **kwargs)
         self.add_callback(self.card)
         self.check_optimizers()
@@ -366,15 +354,10 @@ class AvgKTrainer(ObjectiveTrainer):
         """What the last evaluation collected for the head that answers for `k`."""
         return self.evaluation.statistics[Calibration.of(self.model.config).head(k)]
 
-    @property
-    def _frozen(self) -> bool:
-        """Whether the heads alone learn."""
-        return getattr(self.model, "_learning", None) is not None
-
     def results(self) -> dict[str, Any]:
         """What results.json holds: how the model was trained, and what was measured since."""
-        about = (self.card, self.dataset_name, self._frozen)
-        return run_results(self.model.config, self.args, *about) | self.record
+        frozen = getattr(self.model, "_learning", None) is not None
+        return run_results(self.model.config, self.args, self.card, self.dataset_name, frozen) | self.record
 
     def write_results(self, folder: str | Path) -> None:
         """Write results.json, which `avgk card`, `plot` and `report` read, where validation was evaluated."""
@@ -393,10 +376,7 @@ class AvgKTrainer(ObjectiveTrainer):
             return
         config = self.model.config
         repo = self.hub_model_id or model_name or Path(self.args.output_dir).name
-        rows, sizes = (
-            hyperparameters(config, self.args, self._frozen),
-            self.card.set_sizes if config.thresholds else {},
-        )
+        rows, sizes = self.results()["hyperparameters"], self.card.set_sizes if config.thresholds else {}
         results, adapter = self.card.results(config), hasattr(self.model, "peft_config")
         card = render_card(repo, config, results, rows, self.dataset_name, sizes.get("all"), adapter=adapter)
         with new_file(Path(self.args.output_dir) / "README.md") as new:

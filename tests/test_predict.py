@@ -298,7 +298,7 @@ def test_what_cannot_be_meant_is_refused(place, tmp_path, capsys, monkeypatch):
         (["parquet", "--image-column", "photo"], "parquet/0.parquet has no column 'photo', only ['image', 'label']"),
         (["saved"], "saved has the splits test, train: choose one with `--split`"),
         (["saved", "--split", "test", "--image-column", "x"], "saved has no column 'x', only ['image']"),
-        (["folder", "--split", "test"], "--split test is for saved datasets and the Hub's, not for folder: leave it out"),
+        (["folder", "--split", "test"], "the Hub's, not for folder: leave it out"),
         (["folder", "--out", "none", "--shard-size", "0"], "--shard-size=0 must be a whole number"),
         (["folder", "--csv", "--shard-size", "3"], "--shard-size is for a folder of files"),
         (["folder/ash/0.png", "--image-column", "photo"], "--image-column photo is for Parquet and datasets"),

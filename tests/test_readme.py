@@ -26,6 +26,7 @@ SMALL = {
     '"resnet18"': '"test_resnet"',
     '"vit_small_patch16_224"': '"test_vit"',
     "pretrained=True": "pretrained=False",
+    '"pretrained": True': '"pretrained": False',
     "image_size=128": "image_size=32",
 }
 QUICK = ["--model", "test_resnet", "--image_size", "32", "--pretrained", "false", "--dataset", "my_plants"]

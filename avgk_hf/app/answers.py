@@ -96,10 +96,10 @@ class Answers:
         name = unicodedata.normalize("NFC", path.parent.name)
         return name if name in self.names and not name.startswith(".") else ""
 
-    def rows(self, name: str, scores: dict[str, Tensor] | str, asked: str, value: float, balance: float) -> list[Row]:
-        """The sets of an image for `value` and all recorded K or coverages, or why there are none, as a table's rows."""
+    def rows(self, name: str, scores: dict[str, Tensor] | str, asked: str, also: float, balance: float) -> list[Row]:
+        """The sets of an image for all recorded K or coverages, and for `also`, or why there are none."""
         found = []
-        for value in sorted({*(self.ks if asked == "k" else self.levels), value}):
+        for value in sorted({*(self.ks if asked == "k" else self.levels), also}):
             if isinstance(scores, str):
                 found.append(row(name, (asked, value), [], scores, balance=balance))
                 continue
