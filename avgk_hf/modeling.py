@@ -138,8 +138,7 @@ class AvgKForImageClassification(PreTrainedModel):
                 `AvgKConfig`, e.g. `id2label={0: "oak", 1: "elm"}`.
         """
         check_fields(config_fields, num_labels)
-        if "id2label" in config_fields:
-            labels = config_fields["id2label"]
+        if (labels := config_fields.get("id2label")) is not None:
             if len(set(labels.values())) < len(labels):
                 twice = next(label for label in labels.values() if list(labels.values()).count(label) > 1)
                 raise ValueError(f"id2label names two classes {twice!r}: give every class a name of its own.")
@@ -368,8 +367,7 @@ class AvgKForImageClassification(PreTrainedModel):
             question: Other questions and bounds, as in `Question`: `coverage` with `method` and `per_class`,
                 `cumulative`, `lambda_val`, `min_size` (0: sets may be empty), `max_size`, `balance`.
         """
-        asked = Question.of(k=k, **question)
-        answer = Calibration.of(self.config).answer(asked)
+        answer = Calibration.of(self.config).answer(asked := Question.of(k=k, **question))
         return answer.classes(self._scores(pixel_values, answer.head, asked.balance))
 
     def drop_sccp_head(self) -> "AvgKForImageClassification":
