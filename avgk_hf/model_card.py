@@ -204,7 +204,7 @@ def render_card(
         counted=classes[0][1] is not None,
         num_labels=config.num_labels,
         results_split=split,
-        columns=COLUMNS,
+        columns=[column for column in COLUMNS if any(column[0] in found for found in by_k.values())],
         by_k=by_k,
         metrics=metrics,
         sizes=[(size, f"{count / total:.1%}") for size, count in enumerate(set_sizes or []) if count][:20],

@@ -147,10 +147,11 @@ def _curves(model: Any, validation: Any, test: Any, listed: Any) -> tuple[dict[f
     from ..evaluation import evaluate
     from ..sets import k_key
 
-    last = max(Calibration.of(model.config).ks, default=CURVE_KS[-1])
-    ks = [k for k in CURVE_KS if k <= last and k < model.config.num_labels]
+    recorded = Calibration.of(model.config).ks
+    last = max(recorded, default=CURVE_KS[-1])
+    ks = sorted({k for k in CURVE_KS if k <= last and k < model.config.num_labels} | {*recorded})
     evaluate(model, validation, ks, calibrate=True)  # its own balance stays what it is
     metrics = evaluate(model, test, ks, listed=[listed])
     names = {k: "" if k == model.config.k else f"@{k_key(k)}" for k in ks}
     sets, top = ({k: metrics[f"{kind}_accuracy{names[k]}"] for k in ks} for kind in ("average_k", "topk"))
-    return sets, top
+    return sets, {k: share for k, share in top.items() if float(k).is_integer()}

@@ -82,11 +82,12 @@ def contact_sheet(
         shown.sort(key=lambda i: (guessed[i], len(sets[i])))
         shown = [shown[i] for i in np.linspace(0, len(shown) - 1, min(rows * columns, len(shown))).astype(int)]
     files = _file_names([images[i] for i in shown], names)
-    given = ([None if each is None else each[i] for i in shown] for each in (guessed, sets, labels, scores))
+    given = [[None if each is None else each[i] for i in shown] for each in (guessed, sets, labels, scores)]
     captions = [_caption(*each, names, most) for each in zip(files, *given, strict=True)]
     pictures = [_thumbnail(images[i]) for i in shown]
     tall = SIDE * min(1.0, max(0.6, median(height / width for width, height in (each.size for each in pictures))))
     columns, legend = min(columns, len(shown)), "" if labels is None else "\n✓ the true class, ✗ missed"
+    legend += ", (✓) guessed" * (labels is not None and any(given[0]))
     lines = [[caption for caption, _ in captions[i : i + columns]] for i in range(0, len(shown), columns)]
     heights = [tall + GAP + LINE * (1 + max(caption.count("\n") for caption in row)) for row in lines]
     heading = whole(title, 20 * columns, MOST_IN_TITLE) + legend
@@ -145,7 +146,7 @@ def _caption(
     right = [""] * len(left)
     for place, j in enumerate(classes[:most]):
         name = whole(names[int(j)], WIDTH).split("\n")
-        left += [("✓ " if j == label else "   ") + name[0], *(f"   {part}" for part in name[1:])]
+        left += [(("(✓) " if guessed else "✓ ") if j == label else "   ") + name[0], *(f"   {part}" for part in name[1:])]
         right += ["" if scores is None else f"{scores[place]:.2f}", *([""] * (len(name) - 1))]
     if len(classes) > most:
         left.append(f"   + {len(classes) - most} more" + " ✓" * (label in [int(j) for j in classes[most:]]))
