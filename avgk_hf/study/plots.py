@@ -143,10 +143,10 @@ def _caption(
     """What stands below an image, line by line: its file, names, and beside them their scores."""
     size = "0 classes, best guess:" if guessed else f"{len(classes)} class{'es' * (len(classes) != 1)}"
     left = [*([file] if file else []), size]
-    right = [""] * len(left)
+    right, tick = [""] * len(left), "(✓) " if guessed else "✓ "
     for place, j in enumerate(classes[:most]):
         name = whole(names[int(j)], WIDTH).split("\n")
-        left += [(("(✓) " if guessed else "✓ ") if j == label else "   ") + name[0], *(f"   {part}" for part in name[1:])]
+        left += [(tick if j == label else "   ") + name[0], *(f"   {part}" for part in name[1:])]
         right += ["" if scores is None else f"{scores[place]:.2f}", *([""] * (len(name) - 1))]
     if len(classes) > most:
         left.append(f"   + {len(classes) - most} more" + " ✓" * (label in [int(j) for j in classes[most:]]))
