@@ -135,7 +135,7 @@ class Answers:
         """A question as the page says it."""
         name = question_text(**question)
         text = f"K = {name}" if "k" in question else f"{name} coverage"
-        return text if len(self.balances) == 1 else f"{text}, balance {balance:g}"
+        return f"{text}, balance {balance:g}" if balance or self.balance else text
 
     @torch.no_grad()
     def scores(self, pixels: Tensor) -> dict[str, Tensor]:
