@@ -286,7 +286,7 @@ def test_shards_of_other_weights_or_images_are_not_mixed(expected, tmp_path, cap
     assert "sets holds sets of another model (" in capsys.readouterr().err
     os.remove(Path("sets", RECORD))
     assert main(command) == 2
-    assert f"no {RECORD} that says of what" in capsys.readouterr().err
+    assert "sets holds other files, and sets get a folder of their own" in capsys.readouterr().err
 
 
 def test_what_cannot_be_meant_is_refused(place, tmp_path, capsys, monkeypatch):
