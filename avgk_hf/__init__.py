@@ -22,6 +22,7 @@ _WHERE = {
     "load_classifier": "classifiers",
     "load_splits": "data",
     "prepare": "data",
+    "save_classifier": "model_card",
 }
 __all__ = ["__version__", *_WHERE]
 

@@ -341,8 +341,11 @@ class Calibration:
         if level not in found:
             what = "per class" if question.per_class else f"with method={question.method!r}"
             only = f", only {', '.join(sorted(found, key=float))}: ask for one of these, or" if found else ":"
+            known, least = self.source.get("num_examples"), enough_images(question.coverage)
+            if isinstance(known, int) and known < least and not question.per_class:
+                again += f" on more images than the {known} of this calibration"
             raise ValueError(
-                f"coverage={level} is not recorded {what}{only} {again}. It takes {enough_images(question.coverage)}"
+                f"coverage={level} is not recorded {what}{only} {again}. It takes {least}"
                 f" validation images{' of a class' if question.per_class else ''} at least."
             )
         if question.per_class:

@@ -148,7 +148,15 @@ def image_processor(model: PreTrainedModel) -> Any:
             " processor and load it with `load_classifier(folder)`."
         )
     only = {"backend": "pil"} if isinstance(model.config, TimmWrapperConfig) else {}  # transformers would say so
-    processor = AutoImageProcessor.from_pretrained(model.name_or_path, trust_remote_code=False, **only)
+    try:
+        processor = AutoImageProcessor.from_pretrained(model.name_or_path, trust_remote_code=False, **only)
+    except OSError as error:
+        if not Path(model.name_or_path).is_dir():
+            raise
+        raise FileNotFoundError(
+            f"{model.name_or_path} holds no preprocessor_config.json, so its preprocessing is not known: save its"
+            " image processor there, `AutoImageProcessor.from_pretrained(ITS ORIGIN).save_pretrained(FOLDER)`."
+        ) from error
     check_processor(processor)
     return processor
 

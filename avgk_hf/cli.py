@@ -2,7 +2,6 @@
 
 import argparse
 import importlib
-import os
 import re
 import sys
 from collections.abc import Iterable
@@ -13,7 +12,7 @@ from typing import Any, NoReturn
 
 from . import __version__
 from .files import open_log
-from .shell import guarded, logged, printable
+from .shell import guarded, logged, number_remedy, printable
 
 COMMANDS = (
     "demo", "check", "init", "train", "calibrate", "evaluate", "predict", "info", "sweep", "compare",
@@ -25,18 +24,7 @@ def _number(text: str, kind: type = float, word: str = "number") -> float:
     try:
         return kind(text)
     except ValueError:
-        raise argparse.ArgumentTypeError(f"{text!r} is no {word}{_remedy(text)}") from None
-
-
-def _remedy(text: str) -> str:
-    """What may be meant by what is no number."""
-    if text.endswith("%") and text[:-1].isdecimal():
-        return f"; a share is written without %: {int(text[:-1]) / 100:g} for {text}"
-    if re.fullmatch(r"\d+,\d+", text):
-        return f"; a fraction has a point, {text.replace(',', '.')}, several have spaces, {text.replace(',', ' ')}"
-    if "," in text:
-        return "; several have spaces between them and no commas, e.g. 1 2 5"
-    return "; images and folders stand before this option" if os.path.exists(text) else ""
+        raise argparse.ArgumentTypeError(f"{text!r} is no {word}{number_remedy(text)}") from None
 
 
 class _Parser(argparse.ArgumentParser):
@@ -101,6 +89,9 @@ def main(arguments: list[str] | None = None) -> int:
             own.error(f"{before} takes one number here: leave out {' '.join(unknown)}")
         if unknown[0].partition("=")[0] == "--log":
             own.error(f"--log stands before the command: `avgk --log FILE {args.command} ...`")
+        places = [action.dest for action in own._actions if not action.option_strings]
+        if unknown[0].removeprefix("--") in places and unknown[0].startswith("--"):
+            own.error(f"{unknown[0]} is given by its place: `avgk {args.command} {' '.join(places).upper()}`")
         if others := _who_has(unknown[0].partition("=")[0]):
             own.error(f"{text}; {unknown[0].partition('=')[0]} is an option of {', '.join(others)}")
         own.error(text, unknown[0], own._option_string_actions)

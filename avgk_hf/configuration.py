@@ -157,11 +157,10 @@ class AvgKConfig(PreTrainedConfig):
     def _known(cls, config_dict: dict[str, Any], **kwargs: Any) -> dict[str, Any]:
         """The fields of a stored config that are known and still hold, for the labels that are asked for."""
         known = {*(item.name for item in fields(cls)), *NOT_FIELDS}
-        if {"architecture", "num_classes"} <= set(config_dict) and config_dict.get("model_type") in (
-            None,
-            "timm_wrapper",
-        ):
-            text = "it is a classifier of timm: `avgk_hf.load_classifier` loads it, `from_timm` trains its network"
+        kind, timms = config_dict.get("model_type"), {"architecture", "num_classes"} <= set(config_dict)
+        if kind not in (None, cls.model_type) or (kind is None and timms):
+            text = f"it is a classifier of {'timm' if timms else f'transformers ({kind})'}: `avgk_hf.load_classifier`"
+            text += " loads it" + ", `from_timm` trains its network" * timms
             raise ValueError(f"this is no config of this package, {text}.")
         for name in set(config_dict) - known - {"use_cache"}:  # which the Trainer writes into any config
             _refuse_misspelt(name)

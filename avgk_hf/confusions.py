@@ -1,5 +1,6 @@
 """Which classes are listed together, and which images get the longest sets: what an evaluation shows of its sets."""
 
+import math
 from collections.abc import Sequence
 from typing import Any
 
@@ -110,7 +111,7 @@ class Listed:
         others: dict[int, list[str]] = {}
         for j, i, count in zip(own[order].tolist(), other[order].tolist(), times[order].tolist(), strict=True):
             if i != j and len(others.setdefault(j, [])) < MOST_OTHERS:
-                others[j].append(f"{self.names[i]} {100 * count / images[j]:.0f}%")
+                others[j].append(f"{self.names[i]} {math.floor(100 * count / images[j] + 0.5)}%")
         rows = []
         for j, count in enumerate(images.tolist()):
             trained = {} if self.train_counts is None else {"training_images": self.train_counts[j]}

@@ -35,11 +35,28 @@ class Features(Dataset):
         images: The split, with `label`.
         features: One row for each image.
         transform: What was done to the images before.
+        network: A digest of the network that computed them.
     """
 
-    def __init__(self, images: datasets.Dataset, features: Tensor, transform: ImageTransform | None = None) -> None:
+    def __init__(
+        self,
+        images: datasets.Dataset,
+        features: Tensor,
+        transform: ImageTransform | None = None,
+        network: str | None = None,
+    ) -> None:
         self.images, self.split, self.features, self.transform = images, images.split, features, transform
-        self.labels = torch.tensor(class_ids(images))
+        self.labels, self.network = torch.tensor(class_ids(images)), network
+
+    def check_for(self, name: str, model: AvgKForImageClassification) -> None:
+        """Refuse a model whose network learns, or is not the one that computed these features."""
+        if any(weight.requires_grad for weight in model.backbone.parameters()):
+            raise ValueError(f"{name} holds features of a frozen backbone, and this one learns: freeze it first.")
+        if self.network not in (None, _network(model)):
+            raise ValueError(
+                f"{name} holds features of another network than the model's, or of other weights: compute them with"
+                " this model, `cached_features(model, split)`."
+            )
 
     def __len__(self) -> int:
         return len(self.features)
@@ -65,15 +82,19 @@ def cached_features(model: AvgKForImageClassification, images: datasets.Dataset,
         raise ValueError(f"cached_features takes the model first and the split second, not a {type(model).__name__}.")
     if any(parameter.requires_grad for parameter in model.backbone.parameters()):
         raise ValueError("features of a backbone that learns change: freeze it with `freeze_backbone: true`.")
-    transform = ImageTransform(model.config)
-    path = cache_folder() / f"{_digest(model, transform, images, batch_size)}.safetensors"
+    if isinstance(images, dict):
+        raise ValueError(
+            f"cached_features takes one split, not {list(images)}: `cached_features(model, it['train'])`."
+        )
+    transform, network = ImageTransform(model.config), _network(model)
+    path = cache_folder() / f"{_digest(network, transform, images, batch_size)}.safetensors"
     features = _read(path, len(images), model.ml_head.in_features)
     if features is None:
         features = _compute(model, prepare(images, transform), batch_size)
         output_folder(path.parent)
         with new_file(path) as new:
             save_file({"features": features}, new)
-    return Features(images, features, transform)
+    return Features(images, features, transform, network)
 
 
 def cache_folder() -> Path:
@@ -107,15 +128,19 @@ def _read(path: Path, number: int, width: int) -> Tensor | None:
     return features.clone() if fits else None  # not a map of the file, which another process may replace
 
 
-def _digest(model: AvgKForImageClassification, transform: ImageTransform, images: Any, batch_size: int) -> str:
-    """All that decides on the features; images in files count with path, size and time, as for `make`."""
-    found = hashlib.sha256()
+def _network(model: AvgKForImageClassification) -> str:
+    """A digest of the backbone and its weights."""
     config, dtype = model.config, str(next(model.backbone.parameters()).dtype)
-    shape = [config.architecture, config.model_args, dtype, transform.described(), batch_size]
-    found.update(json.dumps(shape, sort_keys=True).encode())
+    found = hashlib.sha256(json.dumps([config.architecture, config.model_args, dtype], sort_keys=True).encode())
     for name, tensor in model.backbone.state_dict().items():
         found.update(f"{name} {tensor.stride()}".encode())  # channels last rounds differently
         found.update(tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes())
+    return found.hexdigest()
+
+
+def _digest(network: str, transform: ImageTransform, images: Any, batch_size: int) -> str:
+    """All that decides on the features; images in files count with path, size and time, as for `make`."""
+    found = hashlib.sha256(json.dumps([network, transform.described(), batch_size], sort_keys=True).encode())
     for stored in images.cast_column("image", datasets.Image(decode=False)).with_format(None)["image"]:
         if stored["bytes"] is not None:
             found.update(hashlib.sha256(stored["bytes"]).digest())

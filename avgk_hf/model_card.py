@@ -7,23 +7,25 @@ from pathlib import Path
 from typing import Any
 
 from huggingface_hub import EvalResult, ModelCard, ModelCardData
-from transformers import TrainerCallback
+from transformers import PreTrainedModel, TimmWrapperConfig, TrainerCallback
 
 from . import __version__
 from .calibration import Calibration
 from .checks import is_hub_id, read_json
+from .classifiers import carry_code, image_processor, write_thresholds
 from .configuration import AvgKConfig
 from .conformal import METHODS, describe_coverage, question_name
 from .evaluation import Evaluation
+from .files import new_file, replacing
 from .hub import HERE
 from .losses import LOSSES
 from .scope import promise
 from .sets import k_key
-from .weights import check_folder
+from .weights import check_folder, without_bars
 
 TEMPLATE = Path(__file__).with_name("model_card_template.md")
 RESULTS = "results.json"
-CALIBRATED_ONLY = "a model that was calibrated and not trained has its card, README.md, and `avgk calibrate --plot`"
+CALIBRATED_ONLY = "a model that was calibrated and not trained, or saved by `save_pretrained`, has none"
 # the training arguments that the weights depend on, besides the seed
 TRAINED = ("num_train_epochs", "max_steps", "per_device_train_batch_size", "gradient_accumulation_steps", "world_size")
 TRAINED += ("optim", "optim_args", "learning_rate", "lr_scheduler_type", "lr_milestones", "lr_gamma", "warmup_steps")
@@ -206,6 +208,7 @@ def render_card(
         results_split=split,
         columns=[column for column in COLUMNS if any(column[0] in found for found in by_k.values())],
         by_k=by_k,
+        stale=of_other_thresholds(config, results),
         metrics=metrics,
         sizes=[(size, f"{count / total:.1%}") for size, count in enumerate(set_sizes or []) if count][:20],
         method=LOSSES[config.objective].sentence if ours else CALIBRATED,
@@ -258,6 +261,13 @@ def _classes(config: Any) -> list[tuple[str, int | None]]:
 def _quoted(text: str) -> str:
     """A text as a string of Python on one line."""
     return json.dumps(text, ensure_ascii=not text.isprintable())
+
+
+def of_other_thresholds(config: Any, results: dict[str, dict[str, float]]) -> bool:
+    """Whether metrics, by split, were measured with other thresholds than the model has now."""
+    calibration = Calibration.of(config)
+    own = calibration.threshold() if calibration.ks else None
+    return any(metrics.get("lambda_val", own) != own for metrics in results.values())
 
 
 def _by_k(metrics: dict[str, float], ks: list[str], own: str) -> dict[str, dict[str, float]]:
@@ -353,3 +363,28 @@ def as_markdown(value: Any) -> str:
     line = re.sub(r"([\\`*<>|\[\]#~&$@]|(?<![^\W_])_|_(?![^\W_]))", r"\\\1", line)
     # addresses would become links by themselves
     return re.sub(r"(?i):/(?=/)|www(?=\.)", r"\g<0>\\", line)
+
+
+def save_classifier(
+    model: PreTrainedModel, folder: str | Path, metrics: dict[str, float] | None = None, repo: str | None = None
+) -> None:
+    """Save a calibrated classifier of any class with its image processor, the pipeline and a card.
+
+    Args:
+        model: The classifier, as `load_classifier` gives it.
+        folder: Where to.
+        metrics: What `calibrate` measured, for the card.
+        repo: Where it will be on the Hub, if that is known.
+    """
+    folder = Path(folder)
+    with replacing(folder) as new, without_bars():
+        model.save_pretrained(new)
+        write_thresholds(model, new)
+        if not isinstance(model.config, AvgKConfig):
+            if not isinstance(model.config, TimmWrapperConfig):  # which holds its preprocessing
+                image_processor(model).save_pretrained(new)
+            carry_code(new)
+    dataset, results = Calibration.of(model.config).source.get("dataset"), {"validation": metrics} if metrics else {}
+    card = render_card(repo or folder.name, model.config, results, {}, dataset, calibrated_only=True)
+    with new_file(folder / "README.md") as new:
+        card.save(new)

@@ -148,7 +148,7 @@ class AvgKForImageClassification(PreTrainedModel):
         else:
             config_fields["num_labels"] = num_labels
         check_k(k, num_labels or len(config_fields["id2label"]))
-        trained, about = load_backbone(name, pretrained, checkpoint, image_size, model_args)
+        trained, about = load_backbone(name, pretrained, checkpoint, image_size, model_args, freeze_backbone)
         losses = installed_losses()
         if objective in losses:  # of any other the config says what is wrong
             config_fields["sccp_head"] = losses[objective].two_heads

@@ -14,6 +14,8 @@ from .processes import gather_list
 
 logger = logging.get_logger(__name__)
 
+LARGE = 64  # MiB of logits that are worth a word
+
 
 class Predictions:
     """Predictions and labels of n images for `compute_metrics`, which is called as `Trainer` calls it.
@@ -44,10 +46,11 @@ class Predictions:
         self._num_seen, self._metrics = 0, {}
         self._on_device: list[tuple[int, dict[str, Any]]] = []
         self._batches: list[tuple[int, dict[str, Any]]] = []  # as arrays, each with the position of its first image
-        if preprocess is None and not args.batch_eval_metrics:
+        size = num_examples * num_labels * 4 / 2**20
+        if preprocess is None and not args.batch_eval_metrics and size >= LARGE:
             logger.warning_once(
                 f"compute_metrics is given the logits of {num_examples} images for {num_labels} classes at once, which"
-                f" takes {num_examples * num_labels * 4 / 2**20:,.1f} MiB or more: keep less of them with"
+                f" takes {size:,.0f} MiB or more: keep less of them with"
                 " `preprocess_logits_for_metrics`, or take them batch by batch with `batch_eval_metrics=True`."
             )
 
@@ -85,6 +88,8 @@ class Predictions:
             join = _joined if self.args.eval_do_concat_batches else list
             found = {name: join([kept[name] for kept in batches]) for name in batches[0]}
             self._metrics = self.compute(EvalPrediction(**found))
+        if not isinstance(self._metrics, Mapping):
+            raise ValueError(f"compute_metrics returns {self._metrics!r}, and must name it: {{'my_metric': value}}.")
         return denumpify_detensorize(self._metrics)
 
 

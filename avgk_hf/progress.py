@@ -26,7 +26,7 @@ from .scores import head_logits
 from .sets import k_key
 
 logger = logging.get_logger(__name__)
-LOG = "train.log"
+LOG, NAME = "train.log", "eval_average_k_accuracy"
 
 
 class EpochLines(ProgressCallback):
@@ -68,7 +68,10 @@ class EpochLines(ProgressCallback):
     ) -> None:
         """Print the line of an evaluation while training."""
         super().on_evaluate(args, state, control, **kwargs)
-        self._print(state, metrics or {}, kwargs["model"].config.k)
+        best = args.metric_for_best_model or NAME
+        self._print(
+            state, metrics or {}, kwargs["model"].config.k, best if best.startswith("eval_") else f"eval_{best}"
+        )
 
     def on_epoch_end(self, args: TrainingArguments, state: TrainerState, control: Any, **kwargs: Any) -> None:
         """Print the line of an epoch that nothing is evaluated after."""
@@ -79,8 +82,10 @@ class EpochLines(ProgressCallback):
         self._training = False
         if self.training_bar is not None:
             super().on_train_end(args, state, control, **kwargs)
+        if state.global_step < state.max_steps and state.is_world_process_zero:
+            print(f"stopped early, after epoch {state.epoch:.4g} of {state.num_train_epochs:g}")
 
-    def _print(self, state: TrainerState, metrics: dict[str, float], k: float) -> None:
+    def _print(self, state: TrainerState, metrics: dict[str, float], k: float, chosen: str = NAME) -> None:
         if not self._training or not state.is_world_process_zero:
             return
         parts = [f"epoch {round(state.epoch or 0, 2):g}/{state.num_train_epochs:g}"]
@@ -92,10 +97,13 @@ class EpochLines(ProgressCallback):
         if self._rarely and "eval_loss" in metrics:
             parts.append(f"validation loss {metrics['eval_loss']:.2f}")
         self._loss = None
-        name, few = "eval_average_k_accuracy", metrics.get("eval_few_shot_accuracy")
-        if name in metrics:
-            best = max(entry[name] for entry in (*state.log_history, metrics) if name in entry)
-            parts.append(f"average-{k_key(k)} {100 * metrics[name]:.1f}% (best {100 * best:.1f}%)")
+        few = metrics.get("eval_few_shot_accuracy")
+        if NAME in metrics:
+            best = max(entry[NAME] for entry in (*state.log_history, metrics) if NAME in entry)
+            text = f" (best {100 * best:.1f}%)" * (chosen == NAME)
+            parts.append(f"average-{k_key(k)} {100 * metrics[NAME]:.1f}%{text}")
+        if chosen != NAME and chosen in metrics:  # which says which weights are kept
+            parts.append(f"{chosen.removeprefix('eval_')} {metrics[chosen]:.4g}")
         parts += [] if few is None else [f"few shot {100 * few:.0f}%"]
         done = state.global_step - self._first
         if done:

@@ -25,9 +25,8 @@ from .losses import LOSSES, every_hyperparameter
 from .plain_yaml import read_recipe
 from .scores import HEADS, SCORES, VIEWS
 from .sets import check_k
-from .shell import MASK, is_secret
-from .statistics import SHOTS
-from .training_args import HONOURED, AvgKTrainingArguments
+from .shell import MASK, is_secret, number_remedy
+from .training_args import HONOURED, AvgKTrainingArguments, check_metric
 
 MOST_COMBINATIONS = 100_000  # of a search
 RANGES = {"image_size": (1, MOST_SIDE), "in_chans": (1, MOST_CHANNELS)}
@@ -39,9 +38,6 @@ OTHERWISE = {  # what people call a field
     "lr": "learning_rate",
 }
 RANGES |= {"glyphs_seed": (0, math.inf)}
-METRICS = ("loss", "average_k_accuracy", *(f"average_k_accuracy_{head}" for head in HEADS), "lambda_val")
-METRICS += ("mean_set_size", "empty_sets", "top1_accuracy", "topk_accuracy", "macro_accuracy")
-METRICS += tuple(f"{name}_shot_accuracy" for name in SHOTS)
 
 
 @dataclass
@@ -171,6 +167,13 @@ Arguments = tuple[ModelArguments, DataArguments, AvgKTrainingArguments]
 
 class _Parser(HfArgumentParser):
     def error(self, message: str) -> NoReturn:
+        """What argparse says, with the field by its name, and what may be meant."""
+        message = re.sub(r"^argument --(\w+)[^:]*: ", r"\1: ", message)
+        if value := re.search(r"invalid \w+ value: '(.*)'", message):
+            message += number_remedy(value[1])
+        elif value := re.search(r"invalid choice: '(.*?)' \(choose from (.*)\)", message):
+            near = difflib.get_close_matches(value[1].lower(), re.findall(r"[\w.]+", value[2]), n=1)
+            message += f"; did you mean {near[0]!r}?" if near else ""
         raise ValueError(f"{message} (`avgk train --help` explains the fields)")
 
 
@@ -187,6 +190,9 @@ def parse_recipe(arguments: list[str]) -> Arguments:
     objective = _objective(recipe, overrides)
     blocks = (model_arguments(objective), DataArguments, AvgKTrainingArguments)
     known = {item.name for block in blocks for item in fields(block) if item.init}
+    for text in overrides:
+        if re.fullmatch(r"-[A-Za-z]\w*", text):
+            raise ValueError(f"there is no option {text}; did you mean -{text}?")
     flags = [text[2:].split("=")[0].replace("-", "_") for text in overrides if text.startswith("--")]
     for name, place in [*((str(key), str(path)) for key in recipe), *((flag, "the command line") for flag in flags)]:
         if name not in known and not (name.startswith("no_") and name[3:] in known):
@@ -204,11 +210,7 @@ def parse_recipe(arguments: list[str]) -> Arguments:
     parser = _Parser(blocks, allow_abbrev=False)
     next(action for action in parser._actions if action.dest == "calibrate_coverage").nargs = "*"  # empty for none
     parsed = parser.parse_args_into_dataclasses([*_as_flags(recipe), *overrides], look_for_args_file=False)
-    best = parsed[2].metric_for_best_model
-    if best and best.removeprefix("eval_").partition("@")[0] not in METRICS:
-        near = difflib.get_close_matches(best.removeprefix("eval_"), METRICS, n=1)
-        hint = f"Did you mean {near[0]!r}?" if near else f"Choose one of {', '.join(METRICS)}."
-        raise ValueError(f"metric_for_best_model={best!r} is no metric of an evaluation. {hint}")
+    check_metric(parsed[2].metric_for_best_model)
     return parsed
 
 

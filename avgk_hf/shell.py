@@ -143,3 +143,14 @@ def guarded(name: str, command: Callable[[], int | None]) -> int:
     finally:
         if main_thread:
             signal.signal(signal.SIGTERM, before)
+
+
+def number_remedy(text: str) -> str:
+    """What may be meant by what is no number."""
+    if text.endswith("%") and text[:-1].isdecimal():
+        return f"; a share is written without %: {int(text[:-1]) / 100:g} for {text}"
+    if re.fullmatch(r"\d+,\d+", text):
+        return f"; a fraction has a point, {text.replace(',', '.')}, several have spaces, {text.replace(',', ' ')}"
+    if "," in text:
+        return "; several have spaces between them and no commas, e.g. 1 2 5"
+    return "; images and folders stand before this option" if os.path.exists(text) else ""

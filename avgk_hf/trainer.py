@@ -19,7 +19,7 @@ from .calibration import Calibration
 from .configuration import AvgKConfig
 from .conformal import enough_images, level_key
 from .data import class_counts
-from .data.classes import check_names
+from .data.classes import check_names, name_classes
 from .data.datasets import TAKE, TAKE_TEST, check_length, check_prepared, check_prepared_for, collate, taken_as
 from .evaluation import Evaluation, loop
 from .files import new_file, write_text
@@ -122,6 +122,8 @@ class AvgKTrainer(ObjectiveTrainer):
             )
         if validation is not None:
             check_length("eval_dataset", validation)
+        if train is not None and train is validation:
+            logger.warning("eval_dataset is train_dataset: thresholds from images that are learnt suit no others.")
         for k in args.calibrate_k:
             check_k(k, config.num_labels)
         for name, dataset in (("train_dataset", train), ("eval_dataset", validation)):
@@ -131,6 +133,7 @@ class AvgKTrainer(ObjectiveTrainer):
             dataset = getattr(dataset, "images", dataset)  # those that features stand for
             if isinstance(dataset, datasets.Dataset) and "label" in dataset.column_names:
                 check_names(name, dataset, config)
+                name_classes(config, getattr(dataset.features["label"], "names", []))
                 counts = class_counts(dataset, config.num_labels)
                 if name == "train_dataset":
                     config.train_counts = counts.tolist()
@@ -195,6 +198,7 @@ class AvgKTrainer(ObjectiveTrainer):
         """As in `Trainer`, with every image once."""
         if self.data_collator is collate:
             check_prepared("the dataset to evaluate", test_dataset)
+        check_prepared_for("the dataset to evaluate", test_dataset, self.model)
         check_length("the dataset to evaluate", test_dataset)
         check_names("the dataset to evaluate", getattr(test_dataset, "images", test_dataset), self.model.config)
         with self._every_image_once():

@@ -23,13 +23,16 @@ from .conformal import LEVELS, METHODS, check_level
 from .losses import LOSSES
 from .records import check_balance
 from .scope import SELECT_BY, Balancing
+from .scores import HEADS
 from .sets import check_k
+from .statistics import SHOTS
 
 logger = logging.get_logger(__name__)
 LARGE_STATE = 2 * 2**30
 LARGEST_SEED = 2**32 - 1
-METRICS = ("average_k_accuracy", "topk_accuracy", "top1_accuracy", "macro_accuracy", "few_shot_accuracy")
-METRICS += ("medium_shot_accuracy", "many_shot_accuracy", "mean_set_size", "empty_sets", "loss", "lambda_val")
+METRICS = ("loss", "average_k_accuracy", *(f"average_k_accuracy_{head}" for head in HEADS), "lambda_val")
+METRICS += ("mean_set_size", "empty_sets", "top1_accuracy", "topk_accuracy", "macro_accuracy")
+METRICS += tuple(f"{name}_shot_accuracy" for name in SHOTS)
 SMALLER_IS_BETTER = ("loss", "_size", "empty_sets")  # how such a metric's name ends
 HONOURED = {  # by what they are about
     "arguments of `Trainer`": (
@@ -131,16 +134,24 @@ def check_refused(given: Mapping[str, Any]) -> None:
             raise ValueError(f"{name}={given[name]!r} is not honoured, so it is refused: {reason}. Leave it out.")
 
 
+def check_metric(name: str | None) -> None:
+    """Refuse a `metric_for_best_model` that no evaluation has."""
+    best = (name or METRICS[1]).removeprefix("eval_")
+    if best.partition("@")[0] not in METRICS and not best.startswith("coverage_"):
+        near = get_close_matches(best, METRICS, n=1)
+        hint = f"Did you mean {near[0]!r}?" if near else f"Choose one of {', '.join(METRICS)}."
+        raise ValueError(f"metric_for_best_model={name!r} is no metric of an evaluation. {hint}")
+
+
 def check_trainer_arguments(args: "AvgKTrainingArguments", given: Mapping[str, Any]) -> None:
     """Refuse arguments of `Trainer` that are not honoured, or not with these training arguments."""
     check_refused(given)
     metrics, patience = given.get("compute_metrics"), args.early_stopping_patience
-    best = (args.metric_for_best_model or METRICS[0]).removeprefix("eval_").partition("@")[0]
-    if not metrics and not best.startswith((*METRICS, "coverage_")):
-        near = get_close_matches(best, METRICS, 1, 0.4)
+    if not metrics:
+        check_metric(args.metric_for_best_model)
+    if metrics and not callable(metrics):
         raise ValueError(
-            f"metric_for_best_model={args.metric_for_best_model!r} is no metric of an evaluation"
-            f"{f'; did you mean {near[0]!r}?' if near else ': ' + ', '.join(METRICS)}"
+            f"compute_metrics={metrics!r} must be a function of `EvalPrediction`, e.g. one of `evaluate`."
         )
     if given.get("preprocess_logits_for_metrics") and not metrics:
         raise ValueError("preprocess_logits_for_metrics prepares what `compute_metrics` is given: pass that too.")

@@ -31,7 +31,9 @@ from .backbones import (
     near_models,
 )
 from .calibration import FIELDS, Calibration
-from .checks import check_nesting, check_whole, is_hub_id, read_config, read_json, reason_of
+from .checks import check_nesting, check_whole, is_hub_id, near_folder, read_config, read_json, reason_of
+
+logger = logging.get_logger(__name__)
 
 WAIT = 10  # seconds for the Hub to answer at all
 ADAPTER, CALIBRATION = "adapter_model.safetensors", "calibration"  # of peft, and a tensor in it
@@ -61,6 +63,7 @@ def load_backbone(
     checkpoint: str | None,
     image_size: int | None,
     model_args: dict[str, Any] | None,
+    frozen: bool = False,
 ) -> tuple[nn.Module, dict[str, Any]]:
     """A timm model with the weights that are asked for; the arguments are those of `from_timm`.
 
@@ -73,6 +76,8 @@ def load_backbone(
     model_args = dict(model_args or {})
     if pretrained is None:
         pretrained = ":" in source or checkpoint is not None
+    if frozen and not pretrained:
+        logger.warning("a frozen network with random weights learns next to nothing: pretrained=True or a checkpoint.")
     if checkpoint is not None and not pretrained:
         raise ValueError(
             f"checkpoint={checkpoint!r} names weights, and pretrained=False asks for none: leave one of them out."
@@ -83,8 +88,15 @@ def load_backbone(
             " `safetensors.torch.save_file(model.state_dict(), 'weights.safetensors')`."
         )
     if checkpoint is not None and not Path(checkpoint).is_file():
-        raise FileNotFoundError(f"checkpoint={checkpoint!r}: there is no such file; check the path.")
+        near = near_folder(str(checkpoint), file=True)
+        remedy = f"did you mean {near!r}?" if near else "check the path."
+        raise FileNotFoundError(f"checkpoint={checkpoint!r}: there is no such file; {remedy}")
     weights: dict[str, Any] = {} if checkpoint is None else {"file": str(checkpoint)}
+    twin = name.removeprefix("tf_") if name.startswith("tf_") else f"tf_{name}"
+    if checkpoint is not None and timm.is_model(twin):
+        logger.warning_once(
+            f"these weights fit {twin} too: if they are of that, name it as the model, or sets get worse"
+        )
     if ":" in source:
         architecture, stored_args, cfg = _stored_config(source)
         model_args = {**stored_args, **model_args}

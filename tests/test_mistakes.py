@@ -42,6 +42,7 @@ def refused(capsys, *arguments: str) -> str:
         (["predict", "m", "x", "--k", "2", "."], "'.' is no number; images and folders stand before this option"),
         (["predict", "m", "x", "--coverage", "0.9", "0.95"], "--coverage takes one number here: leave out 0.95"),
         (["predict", "m", "x", "--log", "a.log"], "--log stands before the command: `avgk --log FILE predict ...`"),
+        (["evaluate", "--model", "m", "x"], "--model is given by its place: `avgk evaluate MODEL DATASET`"),
     ],
 )
 def test_numbers_and_options_as_they_are_typed(words, remedy, capsys):
@@ -157,7 +158,7 @@ def test_calls_with_what_was_meant_for_another_place(make_model, splits, tmp_pat
     args = AvgKTrainingArguments(str(tmp_path), report_to="none")
     with pytest.raises(ValueError, match="the model comes first"):
         AvgKTrainer(args, model, train, validation)
-    with pytest.raises(ValueError, match=r"metric_for_best_model='eval_average_k_acuracy' .*did you mean"):
+    with pytest.raises(ValueError, match=r"metric_for_best_model='eval_average_k_acuracy' .*Did you mean"):
         wrong = AvgKTrainingArguments(str(tmp_path), report_to="none", metric_for_best_model="eval_average_k_acuracy")
         AvgKTrainer(model, wrong, train, validation)
     with pytest.raises(ValueError, match=r"calibrate\(dataset\) got the training images"):
@@ -216,7 +217,7 @@ def test_several_images_are_answered_for_the_size_of_the_slider(trained_run, ima
     path = image_folder / "test" / "fir" / "1.png"
     scores = answers.scores(answers.transform.image(path))
     html = answers.table_html([("a.png", scores)], k=2.5)
-    assert "1 images for K = 2.5" in html.replace("</span>", "")
+    assert "1 image for K = 2.5" in html.replace("</span>", "")
     found = answers.rows("a.png", scores, "k", 2.5, 0.0)
     assert [row["k"] for row in found] == [1, 2, 2.5, 3]
     assert found[2]["size"] == len(answers.image_set(scores, k=2.5)[0])
@@ -267,7 +268,7 @@ def test_a_training_that_is_stopped_at_once_names_its_command(recipe, monkeypatc
     assert "no checkpoint in" in (said := capsys.readouterr().err) and f"start `avgk train {recipe}` again" in said
 
 
-def test_weights_that_fit_a_twin_are_said(image_folder, tmp_path, monkeypatch, capsys):
+def test_weights_that_fit_a_twin_are_said(image_folder, tmp_path, monkeypatch, caplog):
     import timm
     from safetensors.torch import save_file
 
@@ -277,4 +278,4 @@ def test_weights_that_fit_a_twin_are_said(image_folder, tmp_path, monkeypatch, c
         main(["init", str(image_folder), "--model", "tf_efficientnet_lite0", "--checkpoint", "weights.safetensors"])
         == 0
     )
-    assert "these weights fit efficientnet_lite0 too" in capsys.readouterr().out
+    assert "these weights fit efficientnet_lite0 too" in caplog.text

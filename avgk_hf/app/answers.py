@@ -12,7 +12,8 @@ import tempfile
 import unicodedata
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from itertools import islice
+from itertools import groupby, islice
+from operator import itemgetter
 from pathlib import Path
 from typing import Any
 
@@ -129,6 +130,7 @@ class Answers:
             shown.append({**each, "names": names, "more": more})
         data = base64.b64encode(file.getvalue().encode("utf-8-sig")).decode()
         told = {"asked": self._asked(balance, **{asked: value}), "every": "K" if asked == "k" else asked}
+        told["broken"] = sum(each["error"] is not None for each in shown)
         return render("several.html", shown=shown, many=self.many, data=data, left=left, most=self.at_once, **told)
 
     def _asked(self, balance: float, **question: float) -> str:
@@ -182,8 +184,10 @@ class Answers:
             "set.html",
             number=self.count(len(classes)),
             one=self.one,
+            many=self.many,
             asked=self._asked(balance, **plain),
             worth=self._worth(question.get("k"), balance),
+            balanced=bool(balance),
             promise=self.promise if "coverage" in question else "",
             shown=map(row, shown),
             more=len(classes) - len(shown),
@@ -256,7 +260,10 @@ def example_images(answers: Answers, folder: str | Path | None) -> list[tuple[Pa
     if faults:
         number = f"{len(faults)} image{'s' * (len(faults) > 1)}"
         logger.warning(f"--examples {folder}: left out {number} that cannot be read, e.g. {faults[0]}")
-    return [(path, size) for size, _, path in _evenly(sorted(sized), EXAMPLES)]
+    most = math.ceil(EXAMPLES / len({size for size, *_ in sized}))  # of a size, or nearly all were clear
+    groups = groupby(sorted(sized), key=itemgetter(0))
+    some = [each for _, group in groups for each in _evenly(list(group), most)]
+    return [(path, size) for size, _, path in _evenly(some, EXAMPLES)]
 
 
 @contextmanager

@@ -123,11 +123,15 @@ class _Events:
             return message(found, "alert"), ""
         return self.answers.html(found, **self.question(ask, k, coverage, balance))
 
+    def nearest(self, balance: float) -> float:
+        """The recorded balance that answers for one between them."""
+        return min(self.answers.balances, key=lambda each: abs(each - balance))
+
     def question(self, ask: str, k: float, coverage: float | None, balance: float) -> dict[str, float]:
         """What the controls ask."""
         question = {"coverage": coverage} if ask == BY_COVERAGE else {"k": k}
         if len(self.answers.balances) > 1:  # a slider may stop between those that are recorded
-            question["balance"] = min(self.answers.balances, key=lambda each: abs(each - balance))
+            question["balance"] = self.nearest(balance)
         return question
 
 
@@ -284,6 +288,8 @@ def build_page(answers: Answers, name: str, examples: Sequence[tuple[Path, int]]
         files.upload(events.read_several, files, several, concurrency_limit=1, **QUIET).then(**tabled)
         files.clear(lambda: (None, ""), None, [several, table], **QUIET)
         page.unload(events.closed)
+        if isinstance(balance, gr.Slider):  # a number that is typed may lie between
+            balance.change(events.nearest, balance, balance, **QUIET)
         for control in (size, coverage, balance):
             control.change(**shown)
             control.change(**tabled)

@@ -5,7 +5,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from ..files import new_file, refuse_link, replacing
+from ..files import refuse_link
 from ..shell import printable
 from .evaluate import (
     is_first_process,
@@ -55,7 +55,9 @@ def run(args: argparse.Namespace) -> int:
     quiet_unless_first()
     from ..calibration import Calibration
     from ..classifiers import best_device, load_classifier, write_thresholds
+    from ..data.classes import name_classes
     from ..hub import push_folder
+    from ..model_card import save_classifier
     from ..records import AUGMENTATION
     from ..scope import promise
 
@@ -73,7 +75,7 @@ def run(args: argparse.Namespace) -> int:
     if args.prevalence:
         how["prevalence"] = _prevalence(args, model.config)
     if args.out and args.labels_by_position and "label" in split.features:  # which not every stream knows
-        _name_classes(model.config, split.features["label"].names)
+        name_classes(model.config, split.features["label"].names)
     metrics, *left_out = measure(model, split, args, calibrate=True, **how)
     if not is_first_process():
         return 0
@@ -95,12 +97,6 @@ def run(args: argparse.Namespace) -> int:
     if args.push:
         print(push_folder(args.out, args.push))
     return say_left_out(*left_out)
-
-
-def _name_classes(config: Any, names: list[str]) -> None:
-    """Give classes without names, only LABEL_0 and so on, those of the dataset they are matched to by position."""
-    if list(config.id2label.values()) == [f"LABEL_{i}" for i in range(len(names))]:
-        config.id2label, config.label2id = dict(enumerate(names)), {name: i for i, name in enumerate(names)}
 
 
 def _prevalence(args: argparse.Namespace, config: Any) -> list[float]:
@@ -140,7 +136,8 @@ def _say_balances(calibration: Any, args: argparse.Namespace) -> None:
         )
     print(
         f"(0: every image counts alike, 1: every class does, so that rare ones get in more easily; the model's own is"
-        f" {calibration.balance:g}, another is asked for with --balance; frequencies of classes: {known})\n"
+        f" {calibration.balance:g}, {', '.join(f'{each:g}' for each in calibration.balances)} can be asked for with"
+        f" --balance, others after `--balance` here; frequencies of classes: {known})\n"
     )
 
 
@@ -150,7 +147,8 @@ def _draw(calibration: Any, args: argparse.Namespace) -> None:
     from ..study.plots import balance_curves, tradeoff_curve
 
     name, path = title_of(args.model), Path(args.plot)
-    at = [f", K = {k:g}: accuracy {100 * c:.1f}%" for k, _, _, c, _ in calibration.curve if k == calibration.k]
+    own = f", balance {calibration.balance:g}" if calibration.balance else ""
+    at = [f", K = {k:g}{own}: accuracy {100 * c:.1f}%" for k, _, _, c, _ in calibration.curve if k == calibration.k]
     title = f"{name}{''.join(at)}. What larger sets buy, {args.split}"
     if tradeoff_curve(calibration.curve, path, title):
         say_written(path, "what larger sets buy", args)
@@ -191,34 +189,3 @@ def _say_what_changed(before: dict[str, dict], after: dict[str, dict], folder: P
         print(
             f"older than these thresholds: {', '.join(older)} ({writes_card(folder)}, `avgk export` write them anew)"
         )
-
-
-def save_classifier(model: Any, folder: str | Path, metrics: dict[str, float], repo: str | None = None) -> None:
-    """Save a calibrated classifier of any class with its image processor, the pipeline and a card.
-
-    Args:
-        model: The classifier.
-        folder: Where to.
-        metrics: What the calibration measured.
-        repo: Where it will be on the Hub, if that is known.
-    """
-    from transformers import TimmWrapperConfig
-
-    from ..calibration import Calibration
-    from ..classifiers import carry_code, image_processor, write_thresholds
-    from ..model_card import render_card
-    from ..modeling import AvgKForImageClassification
-    from ..weights import without_bars
-
-    folder = Path(folder)
-    with replacing(folder) as new, without_bars():
-        model.save_pretrained(new)
-        write_thresholds(model, new)
-        if not isinstance(model, AvgKForImageClassification):
-            if not isinstance(model.config, TimmWrapperConfig):  # which holds its preprocessing
-                image_processor(model).save_pretrained(new)
-            carry_code(new)
-    dataset = Calibration.of(model.config).source.get("dataset")
-    card = render_card(repo or folder.name, model.config, {"validation": metrics}, {}, dataset, calibrated_only=True)
-    with new_file(folder / "README.md") as new:
-        card.save(new)

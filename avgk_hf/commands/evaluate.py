@@ -89,6 +89,8 @@ def run(args: argparse.Namespace) -> int:
     if args.out and Path(args.out).suffix.lower() not in ("", ".json"):
         remedy = "a table of the classes is --per-species FILE, the sets of images are written by `avgk predict`"
         raise ValueError(f"--out {args.out} gets metrics as JSON: name a file that ends with .json ({remedy}).")
+    if args.out and Path(args.out).name == "results.json" and (Path(args.out).parent / "config.json").is_file():
+        raise ValueError(f"--out {args.out} is the record of a training: name another file.")
     if args.per_species:
         check_ending(args.per_species)
     if args.unsure is not None and args.unsure < 1:
@@ -185,7 +187,8 @@ def _show_sets(listed: Any, args: argparse.Namespace, name: str) -> dict[Path, s
         longest = f"{empty} without a set, then those with the longest" if empty else "the longest sets"
         what = f"the {len(images)} least sure images, K = {listed.k:g}: {longest}"
         files[table] = replacing_said(table, what)
-        files[picture] = replacing_said(picture, "the same as pictures")
+        some = f", the first {SHOWN_IMAGES} of them" * (len(images) > SHOWN_IMAGES)
+        files[picture] = replacing_said(picture, f"the same as pictures{some}")
         with written_to(table) as write:
             write({**each, "image": _as_typed(each["image"], args.dataset)} for each in listed.rows(images))
         shown, (sets, scores) = images[:SHOWN_IMAGES], zip(*map(listed.named, images[:SHOWN_IMAGES]), strict=True)
@@ -213,7 +216,7 @@ def read_split(args: argparse.Namespace, config: Any, unlabelled: bool = False) 
 
     from ..calibration import Calibration
     from ..data.datasets import as_split, check_split, take_from_train
-    from ..data.loading import load_splits, load_streams
+    from ..data.loading import load_splits, load_streams, misplaced
     from ..scope import taken_in_training
 
     how = {"image_column": args.image_column, "label_column": args.label_column, "allow_outside": args.allow_outside}
@@ -251,13 +254,14 @@ def read_split(args: argparse.Namespace, config: Any, unlabelled: bool = False) 
         splits = take_from_train(splits, **taken)
         if name in parts and is_first_process():
             text = f"{name}: {len(splits[name]):,} images that the training of this model took from train"
-            print(f"{text} (of each class {taken[name]}, seed {taken['seed']})", file=sys.stderr)
+            print(f"{text} (of each class {taken[name]} at most, seed {taken['seed']})", file=sys.stderr)
     number = taken.get("validation") or (None if args.streaming else _number_taken(splits, config)) or 20
     take = "" if getattr(config, "train_counts", None) else f"{ONLY_NEW}, "
     check_split(splits, args.dataset, name, "--split", f"{take}--validation-per-class {number}", number)
     if "label" not in splits[name].column_names and is_first_process():
         text = f"{args.dataset} does not say which class an image is of, so only the sizes of their sets are measured"
         known = "folders would say it, <class>/x.jpg, or a column of a table that is named with --label-column"
+        known = next(iter(misplaced(args.dataset)), known)
         print(printable(f"{text} ({known})."), file=sys.stderr)
     return splits[name]
 

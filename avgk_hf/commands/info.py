@@ -63,7 +63,7 @@ def describe(config: Any, folder: Path) -> dict[str, Any]:
         "balance": calibration.balances if calibration.ks else [],
     }
     source = {name: value for name, value in calibration.source.items() if name != "classes"}
-    results, stale = _results(calibration, folder)
+    results, stale = _results(config, calibration, folder)
     counts = getattr(config, "train_counts", None)
     return {
         "classes": model_names(config),
@@ -77,10 +77,10 @@ def describe(config: Any, folder: Path) -> dict[str, Any]:
     }
 
 
-def _results(calibration: Any, folder: Path) -> tuple[dict[str, Any], list[str]]:
+def _results(config: Any, calibration: Any, folder: Path) -> tuple[dict[str, Any], list[str]]:
     """What results.json says, and which files beside the model are of other thresholds than it has now."""
     from ..checks import read_json
-    from ..model_card import read_results
+    from ..model_card import of_other_thresholds, read_results
     from ..sets import k_key
 
     results, stale = {}, []
@@ -89,8 +89,8 @@ def _results(calibration: Any, folder: Path) -> tuple[dict[str, Any], list[str]]
     if (folder / "results.json").is_file():
         found = read_results(folder)
         results = {split: found[split] for split in ("validation", "test") if split in found}
-        if any(metrics.get("lambda_val") != own.get(first) for metrics in results.values()):
-            stale.append("results.json (`avgk evaluate`)")
+        if of_other_thresholds(config, results):
+            stale.append("validation and test above (`avgk evaluate MODEL DATASET` measures the sets of now)")
     card = folder / "README.md"
     if own and card.is_file():
         with card.open(encoding="utf-8", errors="replace") as file:

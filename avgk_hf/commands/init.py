@@ -103,9 +103,8 @@ def run(args: argparse.Namespace) -> None:
     text = recipe_for(splits, args)
     write_text(args.out, text)
     print(text.partition("# written by")[0].replace("# ", ""), end="")
-    if args.checkpoint and (twin := _twin(args.model)):
-        text = f"these weights fit {twin} too: if they are of that, say `--model {twin}`, or sets get worse"
-        print(printable(text))
+    if not args.checkpoint:
+        print("its first training downloads weights (without a network: --model and --checkpoint)")
     alike = [" / ".join(names) for names in names_alike(splits["train"].features["label"].names)]
     for kind, found in (({"names that are alike": alike} if alike else {}) | beside_images(args.dataset)).items():
         print(printable(f"{kind}: {', '.join(found[:3])}{f' and {len(found) - 3:,} more' * (len(found) > 3)}"))
@@ -114,14 +113,6 @@ def run(args: argparse.Namespace) -> None:
     )
     refused = "; names that are nearly alike are refused by the training" if "did you mean" in text else ""
     print(f"written to {args.out}; train with `avgk train {shlex.quote(args.out)}`{refused}{looked}")
-
-
-def _twin(model: str) -> str | None:
-    """The timm model of the same shape, as TensorFlow had it or as PyTorch did, into which the same weights fit."""
-    import timm
-
-    twin = model.removeprefix("tf_") if model.startswith("tf_") else f"tf_{model}"
-    return twin if timm.is_model(twin) else None
 
 
 def recipe_for(splits: Any, args: argparse.Namespace) -> str:

@@ -43,8 +43,10 @@ def plot_runs(runs: Sequence[str | Path], out: str | Path, allow_outside: bool =
     Yields:
         The files, as they are written.
     """
+    import numpy as np
+
     from ..confusions import Listed
-    from ..model_card import read_results
+    from ..model_card import of_other_thresholds, read_results
     from ..modeling import AvgKForImageClassification
     from ..sets import k_key
     from ..study.plots import accuracy_curve, by_shot, in_both_formats, set_size_histogram
@@ -71,11 +73,13 @@ def plot_runs(runs: Sequence[str | Path], out: str | Path, allow_outside: bool =
             loaded[key] = _splits(data, allow_outside)
         validation, test = loaded[key]
         model = AvgKForImageClassification.from_pretrained(run)
-        sizes[f"{name}, K = {k_key(results['k'])}"] = results["set_sizes"]["all"]
-        title, listed = f"{name}, {accuracy_of(results)}", Listed(model.config)
+        listed, now = Listed(model.config), not of_other_thresholds(model.config, {"test": results["test"]})
         curves[name], top = _curves(model, validation, test, listed)
+        sizes[f"{name}, K = {k_key(listed.k)}"] = np.bincount(listed.sizes).tolist()
+        balance = f", balance {listed.calibration.balance:g}" if listed.calibration.balance else ""
+        title = f"{name}, {accuracy_of(listed.k, listed.accuracy, balance)}"
         yield from in_both_formats(partial(draw_sheet, listed, title), out / f"contact_sheet_{name}")
-        if shots := by_shot(results["set_sizes"]):
+        if now and (shots := by_shot(results["set_sizes"])):  # which are of the thresholds that were tested
             yield from in_both_formats(set_size_histogram, out / f"set_sizes_by_shot_{name}", shots, title=title)
     # where there is one, the title names it
     about, sizes = ("Set sizes on test", sizes) if len(runs) > 1 else (title, {"": next(iter(sizes.values()))})
@@ -106,8 +110,8 @@ def _splits(data: Any, allow_outside: bool) -> tuple[Any, Any]:
 
     if data.dataset != "glyphs" and "/" not in data.dataset and not Path(data.dataset).exists():
         raise FileNotFoundError(
-            f"results.json names the data {data.dataset!r}, and there is no such folder here: go where it is, or name"
-            " its path when you train, `AvgKTrainer(..., dataset_name=PATH)`."
+            f"results.json names the data {data.dataset!r}, and there is no such folder here: go to the folder where"
+            " the training was started, or name a whole path in it (`dataset:`, in Python `dataset_name=`)."
         )
     same = ("image_column", "label_column", "validation_per_class", "test_per_class", "split_seed")
     how = {name: getattr(data, name) for name in same} | {"config_name": data.dataset_config, "seed": data.glyphs_seed}
@@ -124,11 +128,11 @@ def _splits(data: Any, allow_outside: bool) -> tuple[Any, Any]:
     return tuple(skip_bad_images(splits[name], name, report=False)[0] for name in names)
 
 
-def accuracy_of(results: dict[str, Any]) -> str:
+def accuracy_of(k: float, accuracy: float, balance: str = "") -> str:
     """What a picture's title says of a run."""
     from ..sets import k_key
 
-    return f"K = {k_key(results['k'])}: average-K accuracy {100 * results['test']['average_k_accuracy']:.1f}% on test"
+    return f"K = {k_key(k)}{balance}: average-K accuracy {100 * accuracy:.1f}% on test"
 
 
 def draw_sheet(listed: Any, title: str, path: Path) -> None:

@@ -31,8 +31,9 @@ SHARD = 8192
 LONGER, ENOUGH = 1.25, 10  # times the K that was asked for, of so many images: worth a word
 MOST_NAMES = 5  # classes that are counted on the screen
 UNKNOWN = (
-    "longer sets than asked for: these images may differ from those of the calibration, or show classes that the model"
-    " was not taught. It cannot recognise such a class, and a wrong one may score high."
+    "longer sets than asked for: that may be chance (`avgk evaluate` of the same images says), or these images differ"
+    " from those of the calibration, or show classes that the model was not taught. It cannot recognise such a class,"
+    " and a wrong one may score high."
 )
 SOURCE = "image files, folders, lists (.txt), WebDataset .tar, .parquet, saved datasets, or datasets on the Hub"
 
@@ -81,7 +82,10 @@ def run(args: argparse.Namespace) -> int:
 
     near = near_folder(args.images[0])  # before torch is imported, and before the Hub is asked for a misspelt one
     if near or not any(Path(place).exists() or is_hub_id(place) for place in args.images):
+        words = [args.images[:i] for i in range(2, len(args.images) + 1)]
+        whole = next((name for name in map(" ".join, words) if Path(name).exists()), None)
         hint = f"did you mean {near!r}?" if near else "check the path."
+        hint = f"put a name with spaces in quotes, {whole!r}." if whole else hint
         raise FileNotFoundError(f"{args.images[0]}: there is no such file; {hint}")
     from ..classifiers import best_device, load_classifier
     from ..data.sources import Source, left_out
@@ -163,7 +167,7 @@ def _to_folder(args: argparse.Namespace) -> bool:
 
 def _say_shards(folder: str, shards: Any) -> None:
     left = shards.finish()
-    text = f"{folder}: {shards.images} images in {shards.seen} files"
+    text = f"{folder}: {shards.images} images in {shards.seen} file{'s' * (shards.seen != 1)}"
     left = f"; {left} of them are not there yet: other processes write them, or the same command does" if left else ""
     broken = f"; {shards.broken} images of files that were there cannot be read (`error` says why)"
     print(printable(text + left + broken * bool(shards.broken)), file=sys.stderr)

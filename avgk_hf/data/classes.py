@@ -248,7 +248,8 @@ def _check_found(names: list[str], known: list[str], found: list[list[int]]) -> 
             else ""
         )
         raise ValueError(
-            f"the dataset has {len(unknown)} classes that the model does not know, e.g. {unknown[0]!r}"
+            f"the dataset has {len(unknown)} class{'es' * (len(unknown) != 1)} that the model does not know, e.g."
+            f" {unknown[0]!r}"
             f"{_hint(unknown[0], known, 'the model knows')}. Name the classes as in the model's config, translate them"
             f" with --label-map FILE (`labels={{...}}`){same}, or leave these images out."
         )
@@ -278,6 +279,12 @@ def check_names(what: str, dataset: Any, config: Any) -> None:
                 " `id2label=dict(enumerate(names))` of the dataset, or give the dataset the model's classes with"
                 " `avgk_hf.data.align_labels`."
             )
+
+
+def name_classes(config: Any, names: list[str]) -> None:
+    """Give classes without names, only LABEL_0 and so on, those of a dataset that has as many."""
+    if list(config.id2label.values()) == [f"LABEL_{i}" for i in range(len(names))]:
+        config.id2label, config.label2id = dict(enumerate(names)), {name: i for i, name in enumerate(names)}
 
 
 def check_new_classes(splits: Mapping[str, Dataset], train: str = "train") -> None:

@@ -16,7 +16,7 @@ from torch.utils.data import default_collate
 from transformers.trainer_utils import has_length
 from transformers.utils import logging
 
-from ..checks import LIKE
+from ..checks import LIKE, check_whole
 from ..images import open_image
 from ..shell import printable
 
@@ -195,6 +195,7 @@ def _take(splits: DatasetDict, name: str, per_class: int, parts: int, seed: int)
             f"{field}={per_class} takes images from the split 'train' where there is no {name!r}, but the dataset has"
             f" {list(splits)}: leave the field out."
         )
+    check_whole(field, per_class)
     train = splits["train"]
     names = train.features["label"].names
     counts = class_counts(train, len(names))
@@ -326,19 +327,19 @@ def check_prepared(name: str, dataset: Any) -> None:
 
 
 def check_prepared_for(name: str, dataset: Any, model: Any) -> None:
-    """Refuse images prepared for a model of another size or colour, and features of a backbone that learns."""
+    """Refuse images prepared for a model of another size or colour, and features of another network."""
     if isinstance(dataset, Dataset):
         transform = dataset.format["format_kwargs"].get("transform")
     else:
         transform = getattr(dataset, "transform", None)
-        if hasattr(dataset, "features") and any(weight.requires_grad for weight in model.backbone.parameters()):
-            raise ValueError(f"{name} holds features of a frozen backbone, and this one learns: freeze it first.")
     made, own = getattr(transform, "input_size", None), tuple(model.config.pretrained_cfg["input_size"])
     if made is not None and made != own:
         raise ValueError(
             f"{name} was prepared for another model: its images have the shape {made}, and this one takes {own}:"
             " prepare them with this model."
         )
+    if hasattr(dataset, "check_for"):
+        dataset.check_for(name, model)
 
 
 def is_labelled(dataset: Any) -> bool:

@@ -174,20 +174,26 @@ def _look(row: dict[str, Any]) -> dict[str, str | None]:
 
 
 def _repeated(splits: Mapping[str, Dataset], names: list[str], seen: dict[str, dict[str, list]]) -> dict[str, list]:
-    """Images whose files are equal to the last byte, in several splits or under several classes."""
+    """Images whose files are equal to the last byte, in several splits, under several classes, or twice in one.
+
+    The last harm where test images are drawn from all: one is learnt and its copy is tested.
+    """
     places = defaultdict(list)
     for split, rows in seen.items():
         for digest, place, label in zip(rows["digest"], rows["place"], class_ids(splits[split]), strict=True):
             if digest:
                 places[digest].append((split, names[label], place))
-    across, classes = [], []
+    across, classes, twice = [], [], []
     for found in places.values():
         text = " = ".join(f"{place} ({split}, {name})" for split, name, place in found[:4])
         if len({split for split, *_ in found}) > 1:
             across.append(text)
         if len({name for _, name, _ in found}) > 1:
             classes.append(text)
-    return {"images in more than one split": across, "images under more than one class": classes}
+        elif len(found) > 1 and len(seen) == 1:
+            twice.append(text)
+    kinds = {"images in more than one split": across, "images under more than one class": classes}
+    return kinds | {"images that are there twice: keep one, or its copy is tested after it was learnt": twice}
 
 
 def sample_images(split: Dataset, number: int = 100) -> tuple[list[int], bool]:

@@ -173,6 +173,12 @@ def _read(
             text = f"there is no folder {dataset!r} here, and as a Hub id it cannot be loaded ({reason_of(error)})"
             raise OSError(f"{text}: check the name, which is relative to where the command is run.") from error
         reason = reason_of(error.__cause__ or error)
+        if (folder / "config.json").is_file() and (folder / "model.safetensors").is_file():
+            raise ValueError(f"dataset={dataset!r} is a model: name the folder of images.") from None
+        if "same data file format" in reason:
+            raise ValueError(
+                f"dataset {dataset!r} holds files of several kinds: name the folder of images."
+            ) from error
         raise ValueError(f"dataset {dataset!r} cannot be read ({reason}): is a file empty or broken?") from error
     return DatasetDict({str(splits.split or "train"): splits}) if isinstance(splits, Dataset) else splits
 

@@ -134,7 +134,11 @@ def save(figure: Any, path: str | Path, **how: Any) -> None:
     path = Path(path)
     if _spelt_here:
         note = "some names in Latin letters, for want of a font"
-        figure.text(0.998, 0.002, note, ha="right", va="bottom", fontsize=5, color="0.45")
+        from matplotlib.transforms import Bbox
+
+        width, height = figure.get_size_inches()
+        figure.text(0.99, -0.02 / height, note, ha="right", va="top", fontsize=5, color="0.45")
+        how = {"bbox_inches": Bbox([[0, -0.14], [width, height]]), **how}  # below all else
         _spelt_here.clear()
     with new_file(path if path.suffix else path.with_name(f"{path.name}.png")) as new:
         figure.savefig(new, dpi=130, **how)

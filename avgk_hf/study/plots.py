@@ -319,12 +319,12 @@ def set_size_course(monitor: Any, path: str | Path, name: str = "") -> None:
     found = "drift" if monitor.drifted else "no drift" if monitor.enough else "too few images to tell"
     found = f"{found}, mean {monitor.mean:.2f} over {monitor.num_images} images"
     title = f"{name}, K = {monitor.k:g}: {found}" if name else found
-    with drawn_axis(path, "images", "classes in the set", title, height=3.6) as axis:
+    with drawn_axis(path, "images, in random order", "classes in the set", title, height=3.6) as axis:
         label = f"{100 * monitor.confidence:g}% interval, for all times together"
         axis.fill_between(number, low, high, facecolor="#BFDDEE", edgecolor=COLOURS[0], linewidth=0.5, label=label)
         axis.plot(number, mean, color=COLOURS[0], label="mean set size")
         axis.axhline(monitor.k, color=COLOURS[4], linestyle="--", label=f"K = {monitor.k:g}, calibrated")
-        for sign, label in ((-1, None), (1, "margin, within which it is no drift")):
+        for sign, label in ((-1, None), (1, "drift: all of the interval lies beyond")):
             axis.axhline(monitor.k + sign * monitor.margin, color=COLOURS[4], linestyle=":", linewidth=1, label=label)
         axis.set(xscale="log", xlim=(1, max(monitor.num_images, 2)))
         axis.set_ylim(0, min(monitor.max_size, 3 * max(monitor.k, monitor.mean)))  # that of few images has no end

@@ -8,6 +8,7 @@ from typing import Any
 
 import numpy as np
 
+from ..checks import near_folder
 from ..files import write_text
 from ..model_card import CALIBRATED_ONLY, RESULTS, as_markdown, read_results
 from .columns import Column, as_table, columns_of
@@ -64,6 +65,7 @@ def find_runs(folders: Sequence[str | Path]) -> list[Path]:
         own = [folder] if (folder / RESULTS).is_file() else sorted(path.parent for path in folder.glob(f"*/{RESULTS}"))
         if not own:
             only = f"; {CALIBRATED_ONLY}" if (folder / "config.json").is_file() else ""
+            only = f"; did you mean {near!r}?" if (near := near_folder(str(folder))) else only
             raise FileNotFoundError(f"{folder} holds no {RESULTS}, nor does a folder in it: name finished runs{only}.")
         runs += own
     return list(dict.fromkeys(runs))
