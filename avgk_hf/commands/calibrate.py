@@ -136,8 +136,8 @@ def _say_balances(calibration: Any, args: argparse.Namespace) -> None:
         )
     print(
         f"(0: every image counts alike, 1: every class does, so that rare ones get in more easily; the model's own is"
-        f" {calibration.balance:g}, {', '.join(f'{each:g}' for each in calibration.balances)} can be asked for with"
-        f" --balance, others after `--balance` here; frequencies of classes: {known})\n"
+        f" {calibration.balance:g}; {', '.join(f'{each:g}' for each in calibration.balances)} can be asked for, others"
+        f" after a calibration with this --balance; frequencies of classes: {known})\n"
     )
 
 

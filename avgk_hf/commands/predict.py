@@ -78,10 +78,12 @@ def run(args: argparse.Namespace) -> int:
     if args.cumulative is not None and 1 < args.cumulative < 100:
         raise ValueError(f"cumulative={args.cumulative:g} is no probability; did you mean {args.cumulative / 100:g}?")
     to_folder, args.replaces = _to_folder(args), bool(args.out) and Path(args.out).is_file()
-    from ..checks import check_whole, is_hub_id, near_folder
+    from ..checks import check_whole, is_hub_id, leads_inside, near_folder
 
     near = near_folder(args.images[0])  # before torch is imported, and before the Hub is asked for a misspelt one
-    if near or not any(Path(place).exists() or is_hub_id(place) for place in args.images):
+    if near or not any(
+        Path(place).exists() or (is_hub_id(place) and not leads_inside(place)) for place in args.images
+    ):
         words = [args.images[:i] for i in range(2, len(args.images) + 1)]
         whole = next((name for name in map(" ".join, words) if Path(name).exists()), None)
         hint = f"did you mean {near!r}?" if near else "check the path."

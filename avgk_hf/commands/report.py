@@ -1,6 +1,7 @@
 """`avgk report`."""
 
 import argparse
+import sys
 
 from ..shell import printable
 
@@ -13,7 +14,14 @@ def arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> None:
-    from ..study.seeds import write_report
+    from ..classifiers import load_model_config
+    from ..model_card import of_other_thresholds, read_results
+    from ..study.seeds import find_runs, write_report
 
     print(write_report(args.runs, args.out))
+    for run in (run for run in find_runs(args.runs) if (run / "config.json").is_file()):
+        results = read_results(run)
+        measured = {split: results[split] for split in ("validation", "test") if split in results}
+        if of_other_thresholds(load_model_config(str(run)), measured):
+            print(printable(f"{run} was calibrated again: its numbers are of the thresholds before"), file=sys.stderr)
     print(printable(f"written to {args.out}: report.md and report.json"))

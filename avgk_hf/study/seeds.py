@@ -65,8 +65,9 @@ def find_runs(folders: Sequence[str | Path]) -> list[Path]:
         own = [folder] if (folder / RESULTS).is_file() else sorted(path.parent for path in folder.glob(f"*/{RESULTS}"))
         if not own:
             only = f"; {CALIBRATED_ONLY}" if (folder / "config.json").is_file() else ""
-            only = f"; did you mean {near!r}?" if (near := near_folder(str(folder))) else only
-            raise FileNotFoundError(f"{folder} holds no {RESULTS}, nor does a folder in it: name finished runs{only}.")
+            near = near_folder(str(folder))
+            only = f"; did you mean {near!r}?" if near else f"{only}."
+            raise FileNotFoundError(f"{folder} holds no {RESULTS}, nor does a folder in it: name finished runs{only}")
         runs += own
     return list(dict.fromkeys(runs))
 
