@@ -9,19 +9,25 @@ from pathlib import Path
 
 import pyarrow.parquet as pq
 import pytest
+import torch
+from datasets import DatasetDict
 from datasets import config as datasets_config
 from huggingface_hub import constants
 
 from avgk_hf import AvgKForImageClassification, AvgKTrainer, AvgKTrainingArguments, prepare
-from avgk_hf.app.answers import Answers
+from avgk_hf.app.answers import Answers, example_images
 from avgk_hf.calibration import Calibration
+from avgk_hf.classifiers import image_processor, load_classifier
 from avgk_hf.cli import main
 from avgk_hf.data import load_splits
+from avgk_hf.data.datasets import take_from_train
 from avgk_hf.evaluation import calibrate, evaluate
 from avgk_hf.features import cached_features
+from avgk_hf.recipes import parse_recipe
 from avgk_hf.scope import promise
 from avgk_hf.study.columns import by_k
 from avgk_hf.study.plots import contact_sheet
+from conftest import save_vit
 
 
 def refused(capsys, *arguments: str) -> str:
@@ -279,3 +285,141 @@ def test_weights_that_fit_a_twin_are_said(image_folder, tmp_path, monkeypatch, c
         == 0
     )
     assert "these weights fit efficientnet_lite0 too" in caplog.text
+
+
+def test_results_of_an_earlier_calibration_are_called_so(trained_run, image_folder, tmp_path, monkeypatch, capsys):
+    """What was measured belongs to thresholds that are gone: card, info, report and pictures do not pass it off."""
+    monkeypatch.chdir(tmp_path)
+    shutil.copytree(trained_run, "run", ignore=shutil.ignore_patterns("checkpoint-*"))
+    assert main(["card", "run"]) == 0
+    assert "of an earlier calibration" not in Path("run/README.md").read_text()
+    assert main(["calibrate", "run", str(image_folder), "--k", "1", "2", "--balance", "1"]) == 0
+    assert main(["card", "run"]) == 0
+    assert "**These numbers are of an earlier calibration**" in Path("run/README.md").read_text()
+    capsys.readouterr()
+    assert main(["info", "run"]) == 0
+    assert "validation and test above (`avgk evaluate MODEL DATASET` measures" in capsys.readouterr().out
+    assert main(["report", "run", "--out", "report"]) == 0
+    assert "run was calibrated again: its numbers are of the thresholds before" in capsys.readouterr().err
+    titles = []
+    monkeypatch.setattr("avgk_hf.study.plots.contact_sheet", lambda *_, **how: titles.append(how["title"]))
+    assert main(["plot", "run", "--out", "plots"]) == 0
+    assert main(["evaluate", "run", str(image_folder), "--json"]) == 0
+    accuracy = json.loads(capsys.readouterr().out.partition("{")[2].join(["{", ""]))["average_k_accuracy"]
+    assert f"K = 2, balance 1: average-K accuracy {100 * accuracy:.1f}% on test" in titles[0]
+    assert "is the record of a training" in refused(
+        capsys, "evaluate", "run", image_folder, "--out", "run/results.json"
+    )
+
+
+def test_copies_inside_one_class_are_named_where_test_images_are_drawn(image_folder, tmp_path, capsys):
+    shutil.copytree(image_folder / "train", tmp_path / "photos")
+    assert main(["check", str(tmp_path / "photos")]) == 0
+    shutil.copy(tmp_path / "photos" / "oak" / "1.png", tmp_path / "photos" / "oak" / "1 (1).png")
+    assert main(["check", str(tmp_path / "photos")]) == 1
+    said = capsys.readouterr().out
+    assert "images that are there twice: keep one, or its copy is tested after it was learnt: 1" in said
+    assert "1 (1).png" in said
+
+
+def test_an_image_that_lies_higher_is_named_where_labels_get_lost(trained_run, image_folder, tmp_path, capsys):
+    shutil.copytree(image_folder / "test", tmp_path / "photos")
+    shutil.copy(tmp_path / "photos" / "oak" / "1.png", tmp_path / "photos")
+    assert main(["evaluate", str(trained_run), str(tmp_path / "photos")]) == 0
+    assert "1.png lies higher than the others: move it to those of its class" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("line", "remedy"),
+    [
+        ("learning_rate: 0,1", "learning_rate: invalid float value: '0,1'; a fraction has a point, 0.1"),
+        ("objective: CE", "objective: invalid choice: 'CE' .* did you mean 'ce'"),
+        ("calibrate_k: 1, 2, 5", "calibrate_k: invalid float value: '1, 2, 5'; several have spaces"),
+    ],
+)
+def test_values_of_a_recipe_as_they_are_typed(line, remedy, tmp_path):
+    (tmp_path / "recipe.yaml").write_text(f"dataset: glyphs\noutput_dir: x\n{line}\n")
+    with pytest.raises(ValueError, match=remedy):
+        parse_recipe([str(tmp_path / "recipe.yaml")])
+    with pytest.raises(ValueError, match="there is no option -k; did you mean --k"):
+        parse_recipe([str(tmp_path / "recipe.yaml"), "-k", "3"])
+
+
+def test_what_a_model_cannot_be_told(trained_run, image_folder, tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    shutil.copytree(image_folder / "test" / "oak", "my photos")
+    assert "in quotes, 'my photos'" in refused(capsys, "predict", trained_run, "my", "photos")
+    assert "is a model: name the folder of images" in refused(capsys, "check", trained_run)
+    shutil.copytree(trained_run, "runs/plants", ignore=shutil.ignore_patterns("checkpoint-*"))
+    assert "did you mean 'runs/plants'?" in refused(capsys, "plot", "runs/plant")
+    said = refused(capsys, "predict", trained_run, "my photos", "--coverage", "0.99")
+    assert "on more images than the 30 of this calibration. It takes 99" in said
+
+
+def test_features_of_another_network_are_refused(make_model, splits, tmp_path, monkeypatch):
+    monkeypatch.setattr(datasets_config, "HF_DATASETS_CACHE", tmp_path / "cache")
+    labels = dict(enumerate(splits["train"].features["label"].names))
+    model = make_model(k=2, id2label=labels).freeze_backbone()
+    train, validation = (cached_features(model, splits[name]) for name in ("train", "validation"))
+    args = AvgKTrainingArguments(str(tmp_path / "run"), report_to="none", num_train_epochs=1)
+    other = make_model("test_vit", k=2, id2label=labels).freeze_backbone()
+    with torch.no_grad():
+        same = make_model(k=2, id2label=labels).freeze_backbone()
+        next(same.backbone.parameters()).add_(1)
+    for wrong in (other, same):
+        with pytest.raises(ValueError, match=r"another network than the model's|another model"):
+            AvgKTrainer(wrong, args, train, validation)
+    with pytest.raises(ValueError, match="cached_features takes one split"):
+        cached_features(model, splits)
+    trainer = AvgKTrainer(model, args, train, validation)
+    trainer.evaluate(validation, calibrate=True)
+    with pytest.raises(ValueError, match="another network than the model's"):
+        AvgKTrainer(same, args, eval_dataset=prepare(splits["validation"], same)).evaluate(train)
+
+
+def test_names_and_warnings_of_models_from_python(make_model, splits, tmp_path, caplog):
+    model = make_model(k=2, num_labels=6)
+    args = AvgKTrainingArguments(str(tmp_path / "run"), report_to="none")
+    train = prepare(splits["train"], model.config)
+    AvgKTrainer(model, args, train, train)
+    assert list(model.config.id2label.values()) == splits["train"].features["label"].names
+    assert "thresholds from images that are learnt suit no others" in caplog.text
+    AvgKForImageClassification.from_timm("test_resnet", num_labels=6, k=2, freeze_backbone=True)
+    assert "a frozen network with random weights learns next to nothing" in caplog.text
+    with pytest.raises(ValueError, match="compute_metrics='accuracy' must be a function"):
+        AvgKTrainer(model, args, train, train, compute_metrics="accuracy")
+    trainer = AvgKTrainer(model, args, train, prepare(splits["validation"], model), compute_metrics=lambda _: 0.5)
+    with pytest.raises(ValueError, match=r"compute_metrics returns 0.5, and must name it"):
+        trainer.evaluate()
+    with pytest.raises((TypeError, ValueError), match="validation_per_class='5' must be a whole number"):
+        take_from_train(DatasetDict({"train": splits["train"]}), "5")
+
+
+def test_a_classifier_of_transformers_is_named_when_it_is_loaded_as_ours(tmp_path):
+    save_vit(tmp_path / "vit")
+    with pytest.raises(ValueError, match=r"it is a classifier of transformers \(vit\): `avgk_hf.load_classifier`"):
+        AvgKForImageClassification.from_pretrained(tmp_path / "vit")
+    (tmp_path / "vit" / "preprocessor_config.json").unlink()
+    with pytest.raises(FileNotFoundError, match=r"holds no preprocessor_config.json.*save_pretrained"):
+        image_processor(load_classifier(str(tmp_path / "vit")))
+
+
+def test_a_training_says_what_chose_its_weights_and_that_it_stopped(make_model, splits, tmp_path, capsys):
+    model = make_model(k=2, id2label=dict(enumerate(splits["train"].features["label"].names)))
+    train, validation = (prepare(splits[name], model.config) for name in ("train", "validation"))
+    how = dict.fromkeys(("eval_strategy", "save_strategy"), "epoch") | {"early_stopping_patience": 1}
+    how |= {"num_train_epochs": 9, "metric_for_best_model": "mine", "load_best_model_at_end": True}
+    args = AvgKTrainingArguments(str(tmp_path), report_to="none", **how)
+    AvgKTrainer(model, args, train, validation, compute_metrics=lambda _: {"mine": 0.25}).train()
+    said = capsys.readouterr().out
+    assert "mine 0.25" in said and "stopped early, after epoch 2 of 9" in said and "(best" not in said
+
+
+def test_examples_are_of_all_sizes(trained_run, image_folder, monkeypatch):
+    """Of a hundred clear photographs and a few hard ones the page shows the hard ones, too."""
+    answers = Answers(AvgKForImageClassification.from_pretrained(trained_run))
+    sizes = iter([1] * 26 + [2, 2, 3, 3])
+    monkeypatch.setattr(answers, "image_set", lambda scores: ([0] * next(sizes), scores["ml"][0], 0.0))
+    monkeypatch.setattr(answers, "scores", lambda pixels: {"ml": torch.rand(1, 6)})
+    shown = [size for _, size in example_images(answers, image_folder / "test")]
+    assert shown == [1, 1, 1, 2, 2, 3, 3]
