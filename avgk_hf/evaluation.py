@@ -137,13 +137,11 @@ def evaluate(
     Returns:
         The metrics, as `AvgKTrainer.evaluate` names them, without prefix; with `"skip"` also how many are `skipped`.
     """
-    if not isinstance(model, torch.nn.Module):
-        raise ValueError(f"the model is a {type(model).__name__}: load it first, `load_classifier(NAME)`.")
     run, labelled = {"batch_size": batch_size, "num_workers": num_workers}, is_labelled(dataset)
     special, ks = per_class or check_choice("method", method, METHODS) != "lac", k if isinstance(k, Iterable) else [k]
     check_asked(labelled, calibrate, monitor is not None, coverage is not None or special, balancing)
     dataset, skipped = _readable(dataset, dataset_name, on_bad_image, **run)
-    dataset, classes = align_classes(dataset, model.config, labels, calibrate, classes_from_dataset)
+    dataset, classes = align_classes(dataset, _config_of(model), labels, calibrate, classes_from_dataset)
     if not labelled and monitor is None:
         monitor = SetSizeMonitor.from_config(model.config, *list(ks)[:1], balance=balance)
     how = {"method": method, "per_class": per_class, "classes": classes, "keep_heads": keep_heads}
@@ -154,6 +152,12 @@ def evaluate(
     if calibrate:
         evaluation.store(dataset=dataset_name, split=str(dataset.split or "validation"))
     return {**_reported(evaluation, isinstance(model, AvgKForImageClassification), monitor), **skipped}
+
+
+def _config_of(model: PreTrainedModel) -> PreTrainedConfig:
+    if not isinstance(model, torch.nn.Module):
+        raise ValueError(f"the model is a {type(model).__name__}: load it first, `load_classifier(NAME)`.")
+    return model.config
 
 
 def _ask_about_guessing(metrics: Mapping[str, float], images: int, number: int) -> None:
