@@ -13,7 +13,7 @@ from accelerate.data_loader import BatchSamplerShard
 from datasets import Dataset, IterableDataset
 from huggingface_hub.utils import tqdm
 from torch.utils.data import BatchSampler, DataLoader, SequentialSampler
-from transformers import PreTrainedModel, default_data_collator
+from transformers import PreTrainedConfig, PreTrainedModel, default_data_collator
 from transformers.utils import logging
 
 from .calibration import Calibration

@@ -76,27 +76,8 @@ def load_backbone(
     model_args = dict(model_args or {})
     if pretrained is None:
         pretrained = ":" in source or checkpoint is not None
-    if frozen and not pretrained:
-        logger.warning("a frozen network with random weights learns next to nothing: pretrained=True or a checkpoint.")
-    if checkpoint is not None and not pretrained:
-        raise ValueError(
-            f"checkpoint={checkpoint!r} names weights, and pretrained=False asks for none: leave one of them out."
-        )
-    if checkpoint is not None and Path(checkpoint).suffix != ".safetensors":
-        raise ValueError(
-            f"checkpoint={checkpoint!r} is not a .safetensors file. Convert other weights once with"
-            " `safetensors.torch.save_file(model.state_dict(), 'weights.safetensors')`."
-        )
-    if checkpoint is not None and not Path(checkpoint).is_file():
-        near = near_folder(str(checkpoint), file=True)
-        remedy = f"did you mean {near!r}?" if near else "check the path."
-        raise FileNotFoundError(f"checkpoint={checkpoint!r}: there is no such file; {remedy}")
+    _check_weights(name, pretrained, checkpoint, frozen)
     weights: dict[str, Any] = {} if checkpoint is None else {"file": str(checkpoint)}
-    twin = name.removeprefix("tf_") if name.startswith("tf_") else f"tf_{name}"
-    if checkpoint is not None and timm.is_model(twin):
-        logger.warning_once(
-            f"these weights fit {twin} too: if they are of that, name it as the model, or sets get worse"
-        )
     if ":" in source:
         architecture, stored_args, cfg = _stored_config(source)
         model_args = {**stored_args, **model_args}
@@ -127,6 +108,30 @@ def load_backbone(
         hub_id = source.partition(":")[2].partition("@")[0] or trained.pretrained_cfg.get("hf_hub_id")
         about["base_model"] = hub_id if is_hub_id(hub_id) else None
     return trained, about
+
+
+def _check_weights(name: str, pretrained: bool, checkpoint: str | None, frozen: bool) -> None:
+    """Refuse weights that cannot be meant, and say which are likely not meant."""
+    if frozen and not pretrained:
+        logger.warning("a frozen network with random weights learns next to nothing: pretrained=True or a checkpoint.")
+    if checkpoint is not None and not pretrained:
+        raise ValueError(
+            f"checkpoint={checkpoint!r} names weights, and pretrained=False asks for none: leave one of them out."
+        )
+    if checkpoint is not None and Path(checkpoint).suffix != ".safetensors":
+        raise ValueError(
+            f"checkpoint={checkpoint!r} is not a .safetensors file. Convert other weights once with"
+            " `safetensors.torch.save_file(model.state_dict(), 'weights.safetensors')`."
+        )
+    if checkpoint is not None and not Path(checkpoint).is_file():
+        near = near_folder(str(checkpoint), file=True)
+        remedy = f"did you mean {near!r}?" if near else "check the path."
+        raise FileNotFoundError(f"checkpoint={checkpoint!r}: there is no such file; {remedy}")
+    twin = name.removeprefix("tf_") if name.startswith("tf_") else f"tf_{name}"
+    if checkpoint is not None and timm.is_model(twin):
+        logger.warning_once(
+            f"these weights fit {twin} too: if they are of that, name it as the model, or sets get worse"
+        )
 
 
 def _created(architecture: str, model_args: dict, pretrained: bool, where: dict, file: str | None) -> nn.Module:
