@@ -84,6 +84,10 @@ class Listed:
         """The share of the images whose set holds their class."""
         return float((np.repeat(self.labels, self.sizes) == self.ids).sum() / len(self.sizes))
 
+    def size_counts(self) -> list[int]:
+        """How many images have a set of 0, 1, 2, ... classes."""
+        return np.bincount(self.sizes).tolist()
+
     def longest(self, number: int) -> np.ndarray:
         """The images with empty sets, then those with the longest, of equals that whose best class scores lowest."""
         return np.lexsort((self.best_scores, -self.sizes, self.sizes > 0))[:number]

@@ -94,7 +94,7 @@ def demo(folder: str | Path, overrides: tuple[str, ...] = ()) -> dict[str, dict[
     sheet, histogram = folder / "contact_sheet.png", folder / "set_sizes.png"
     listed = Listed(model.config)
     evaluate(model, splits["test"], batch_size=256, listed=[listed])
-    draw_sheet(listed, f"AVG-K, {accuracy_of(listed.k, listed.accuracy)}", sheet)
+    draw_sheet(listed, f"AVG-K, {accuracy_of(listed)}", sheet)
     sizes = {name: results[name]["set_sizes"]["all"] for name in OBJECTIVES.values()}
     set_size_histogram(sizes, histogram, f"Set sizes on test, K = {k_key(model.config.k)}")
     text = table(results)

@@ -43,8 +43,6 @@ def plot_runs(runs: Sequence[str | Path], out: str | Path, allow_outside: bool =
     Yields:
         The files, as they are written.
     """
-    import numpy as np
-
     from ..confusions import Listed
     from ..model_card import of_other_thresholds, read_results
     from ..modeling import AvgKForImageClassification
@@ -75,9 +73,8 @@ def plot_runs(runs: Sequence[str | Path], out: str | Path, allow_outside: bool =
         model = AvgKForImageClassification.from_pretrained(run)
         listed, now = Listed(model.config), not of_other_thresholds(model.config, {"test": results["test"]})
         curves[name], top = _curves(model, validation, test, listed)
-        sizes[f"{name}, K = {k_key(listed.k)}"] = np.bincount(listed.sizes).tolist()
-        balance = f", balance {listed.calibration.balance:g}" if listed.calibration.balance else ""
-        title = f"{name}, {accuracy_of(listed.k, listed.accuracy, balance)}"
+        sizes[f"{name}, K = {k_key(listed.k)}"] = listed.size_counts()
+        title = f"{name}, {accuracy_of(listed)}"
         yield from in_both_formats(partial(draw_sheet, listed, title), out / f"contact_sheet_{name}")
         if now and (shots := by_shot(results["set_sizes"])):  # which are of the thresholds that were tested
             yield from in_both_formats(set_size_histogram, out / f"set_sizes_by_shot_{name}", shots, title=title)
@@ -128,11 +125,10 @@ def _splits(data: Any, allow_outside: bool) -> tuple[Any, Any]:
     return tuple(skip_bad_images(splits[name], name, report=False)[0] for name in names)
 
 
-def accuracy_of(k: float, accuracy: float, balance: str = "") -> str:
-    """What a picture's title says of a run."""
-    from ..sets import k_key
-
-    return f"K = {k_key(k)}{balance}: average-K accuracy {100 * accuracy:.1f}% on test"
+def accuracy_of(listed: Any) -> str:
+    """What a picture's title says of sets that were collected on test."""
+    balance = f", balance {listed.calibration.balance:g}" if listed.calibration.balance else ""
+    return f"K = {listed.k:g}{balance}: average-K accuracy {100 * listed.accuracy:.1f}% on test"
 
 
 def draw_sheet(listed: Any, title: str, path: Path) -> None:

@@ -86,11 +86,10 @@ def contact_sheet(
     captions = [_caption(*each, names, most) for each in zip(files, *given, strict=True)]
     pictures = [_thumbnail(images[i]) for i in shown]
     tall = SIDE * min(1.0, max(0.6, median(height / width for width, height in (each.size for each in pictures))))
-    columns, legend = min(columns, len(shown)), "" if labels is None else "\n✓ the true class, ✗ missed"
-    legend += ", (✓) guessed" * (labels is not None and any(given[0]))
+    columns, legend = min(columns, len(shown)), "\n✓ the true class, ✗ missed" + ", (✓) guessed" * any(given[0])
     lines = [[caption for caption, _ in captions[i : i + columns]] for i in range(0, len(shown), columns)]
     heights = [tall + GAP + LINE * (1 + max(caption.count("\n") for caption in row)) for row in lines]
-    heading = whole(title, 20 * columns, MOST_IN_TITLE) + legend
+    heading = whole(title, 20 * columns, MOST_IN_TITLE) + legend * (labels is not None)
     with readable([heading, *(text for both in captions for text in both)]) as plt:
         top = sum(heights)
         figure = plt.figure(figsize=((SIDE + GAP) * columns + GAP, top + HEADING * (heading.count("\n") + 2)))
