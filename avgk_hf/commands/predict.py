@@ -78,17 +78,8 @@ def run(args: argparse.Namespace) -> int:
     if args.cumulative is not None and 1 < args.cumulative < 100:
         raise ValueError(f"cumulative={args.cumulative:g} is no probability; did you mean {args.cumulative / 100:g}?")
     to_folder, args.replaces = _to_folder(args), bool(args.out) and Path(args.out).is_file()
-    from ..checks import check_whole, is_hub_id, leads_inside, near_folder
-
-    near = near_folder(args.images[0])  # before torch is imported, and before the Hub is asked for a misspelt one
-    if near or not any(
-        Path(place).exists() or (is_hub_id(place) and not leads_inside(place)) for place in args.images
-    ):
-        words = [args.images[:i] for i in range(2, len(args.images) + 1)]
-        whole = next((name for name in map(" ".join, words) if Path(name).exists()), None)
-        hint = f"did you mean {near!r}?" if near else "check the path."
-        hint = f"put a name with spaces in quotes, {whole!r}." if whole else hint
-        raise FileNotFoundError(f"{args.images[0]}: there is no such file; {hint}")
+    _check_there(args.images)
+    from ..checks import check_whole
     from ..classifiers import best_device, load_classifier
     from ..data.sources import Source, left_out
     from ..prediction import Predictor, Shards
@@ -137,6 +128,19 @@ def run(args: argparse.Namespace) -> int:
         return 0
     _check_some(predictor.tally)
     return LEFT_OUT if predictor.tally.left_out or already else 0
+
+
+def _check_there(images: list[str]) -> None:
+    """Refuse images that are nowhere, before torch is imported and before the Hub is asked for a misspelt name."""
+    from ..checks import is_hub_id, leads_inside, near_folder
+
+    near = near_folder(images[0])
+    if near or not any(Path(place).exists() or (is_hub_id(place) and not leads_inside(place)) for place in images):
+        words = [images[:i] for i in range(2, len(images) + 1)]
+        whole = next((name for name in map(" ".join, words) if Path(name).exists()), None)
+        hint = f"did you mean {near!r}?" if near else "check the path."
+        hint = f"put a name with spaces in quotes, {whole!r}." if whole else hint
+        raise FileNotFoundError(f"{images[0]}: there is no such file; {hint}")
 
 
 def _workers(args: argparse.Namespace) -> int:
