@@ -107,7 +107,8 @@ def is_registered(name: str) -> bool:
 
 def near_models(name: str) -> str:
     """A hint at the timm models that may have been meant."""
-    near = difflib.get_close_matches(name[:80].split(".")[0], timm.list_models(), n=3)
+    name, known = name[:80].split(".")[0], timm.list_models()
+    near = [each for each in known if each.startswith(name)][:3] or difflib.get_close_matches(name, known, n=3)
     return f"Did you mean {' or '.join(near)}?" if near else "`timm.list_models()` lists all of them."
 
 

@@ -274,4 +274,5 @@ class Evaluation:
 
     def size_counts(self) -> dict[str, list[int]]:
         """How many images got a set of 0, 1, 2, ... classes for the model's own K, and by shot."""
-        return set_size_counts(self.statistics[self.calibration.head()], self.own_k, self._counts)
+        found = self.statistics[self.calibration.head()]
+        return set_size_counts(found.set_sizes(self.own_k), found.labels, self._counts)

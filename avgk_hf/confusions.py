@@ -13,6 +13,7 @@ from .processes import gather_list
 from .questions import Question
 from .rows import BETWEEN, Row, plain_number, row
 from .scores import head_logits
+from .statistics import set_size_counts
 
 LARGEST_GROUP, LEAST_SHARE = 8, 0.1  # classes of a group, and how often two of them are listed together at least
 MOST_OTHERS = 3  # classes that a class's row names
@@ -84,9 +85,9 @@ class Listed:
         """The share of the images whose set holds their class."""
         return float((np.repeat(self.labels, self.sizes) == self.ids).sum() / len(self.sizes))
 
-    def size_counts(self) -> list[int]:
-        """How many images have a set of 0, 1, 2, ... classes."""
-        return np.bincount(self.sizes).tolist()
+    def size_counts(self) -> dict[str, list[int]]:
+        """How many images have a set of 0, 1, 2, ... classes, and by shot."""
+        return set_size_counts(self.sizes, self.labels, self.train_counts)
 
     def longest(self, number: int) -> np.ndarray:
         """The images with empty sets, then those with the longest, of equals that whose best class scores lowest."""

@@ -81,7 +81,10 @@ def cached_features(model: AvgKForImageClassification, images: datasets.Dataset,
     if not isinstance(model, AvgKForImageClassification):
         raise ValueError(f"cached_features takes the model first and the split second, not a {type(model).__name__}.")
     if any(parameter.requires_grad for parameter in model.backbone.parameters()):
-        raise ValueError("features of a backbone that learns change: freeze it with `freeze_backbone: true`.")
+        raise ValueError(
+            "features of a backbone that learns change: freeze it, `model.freeze_backbone()`, in a recipe"
+            " `freeze_backbone: true`."
+        )
     if isinstance(images, dict):
         raise ValueError(
             f"cached_features takes one split, not {list(images)}: `cached_features(model, it['train'])`."

@@ -2,14 +2,12 @@
 
 import json
 import re
-from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
 from huggingface_hub import EvalResult, ModelCard, ModelCardData
 from transformers import PreTrainedModel, TimmWrapperConfig, TrainerCallback
 
-from . import __version__
 from .calibration import Calibration
 from .checks import is_hub_id, read_json
 from .classifiers import carry_code, image_processor, write_thresholds
@@ -19,18 +17,12 @@ from .evaluation import Evaluation
 from .files import new_file, replacing
 from .hub import HERE
 from .losses import LOSSES
+from .results import CALIBRATED_ONLY, of_other_thresholds, read_results
 from .scope import promise
 from .sets import k_key
 from .weights import check_folder, without_bars
 
 TEMPLATE = Path(__file__).with_name("model_card_template.md")
-RESULTS = "results.json"
-CALIBRATED_ONLY = "a model that was calibrated and not trained, or saved by `save_pretrained`, has none"
-# the training arguments that the weights depend on, besides the seed
-TRAINED = ("num_train_epochs", "max_steps", "per_device_train_batch_size", "gradient_accumulation_steps", "world_size")
-TRAINED += ("optim", "optim_args", "learning_rate", "lr_scheduler_type", "lr_milestones", "lr_gamma", "warmup_steps")
-TRAINED += ("weight_decay", "decay_all", "max_grad_norm", "bf16", "fp16", "early_stopping_patience")
-TRAINED += ("ema_decay", "metric_for_best_model", "balance")  # the last two choose the best checkpoint
 CALIBRATED = "This model was not trained for sets: a classifier that existed already was calibrated with avgk_hf."
 FREQUENCIES = {
     "train": "those of the training images",
@@ -93,48 +85,6 @@ def plain_metrics(metrics: dict[str, float], prefix: str) -> dict[str, float]:
     """Metrics without their prefix and without timings, which are not results."""
     noise = ("runtime", "per_second", "preparation_time", "epoch", "step")
     return {name.removeprefix(prefix): value for name, value in metrics.items() if not name.endswith(noise)}
-
-
-def run_results(
-    config: AvgKConfig, args: Any, card: CardCallback, dataset: str | None, frozen: bool = False
-) -> dict[str, Any]:
-    """What results.json holds: how a model was trained, and the metrics that the callback has kept of it.
-
-    Args:
-        config: Of the model, calibrated.
-        args: Training arguments.
-        card: The callback of the trainer.
-        dataset: Name of the data.
-        frozen: Whether the heads alone learnt.
-    """
-    packages = {name: version(name) for name in ("torch", "timm", "transformers")}
-    shown = {
-        "backbone": config.architecture + ", frozen: only the heads learn" * frozen,
-        "input": " x ".join(map(str, config.pretrained_cfg["input_size"])),
-        "objective": config.objective,
-        "k": k_key(config.k),
-        **config.hyperparameters,
-        "score / head": f"{config.score} / {config.head}",
-        **({} if config.test_time_augmentation == "none" else {"test time": config.test_time_augmentation}),
-        "epochs": f"{args.num_train_epochs:g}",
-        "batch size": args.train_batch_size * args.gradient_accumulation_steps * args.world_size,
-        "optimizer": ", ".join(filter(None, [getattr(args.optim, "value", args.optim), args.optim_args])),
-        "learning rate": args.learning_rate,
-        "weight decay": args.weight_decay,
-        "seed": args.seed,
-    }
-    return {
-        "dataset": dataset,
-        "data": {},
-        "objective": config.objective,
-        "k": config.k,
-        "seed": args.seed,
-        "hyperparameters": shown,  # by the card
-        "recipe": {name: getattr(args, name) for name in TRAINED},
-        "versions": {"avgk_hf": __version__, **packages},
-        **{split: metrics for split, metrics in card.results(config).items() if split in ("validation", "test")},
-        **({"set_sizes": card.set_sizes} if card.set_sizes else {}),
-    }
 
 
 def _calibrated(config: Any, metrics: dict[str, float]) -> dict[str, Any]:
@@ -208,7 +158,7 @@ def render_card(
         results_split=split,
         columns=[column for column in COLUMNS if any(column[0] in found for found in by_k.values())],
         by_k=by_k,
-        stale=of_other_thresholds(config, results),
+        stale=of_other_thresholds(config, {split: metrics}),
         metrics=metrics,
         sizes=[(size, f"{count / total:.1%}") for size, count in enumerate(set_sizes or []) if count][:20],
         method=LOSSES[config.objective].sentence if ours else CALIBRATED,
@@ -261,13 +211,6 @@ def _classes(config: Any) -> list[tuple[str, int | None]]:
 def _quoted(text: str) -> str:
     """A text as a string of Python on one line."""
     return json.dumps(text, ensure_ascii=not text.isprintable())
-
-
-def of_other_thresholds(config: Any, results: dict[str, dict[str, float]]) -> bool:
-    """Whether metrics, by split, were measured with other thresholds than the model has now."""
-    calibration = Calibration.of(config)
-    own = calibration.threshold() if calibration.ks else None
-    return any(metrics.get("lambda_val", own) != own for metrics in results.values())
 
 
 def _by_k(metrics: dict[str, float], ks: list[str], own: str) -> dict[str, dict[str, float]]:
@@ -337,22 +280,6 @@ def card_of_run(folder: str | Path, repo: str | None = None) -> ModelCard:
     return render_card(repo or folder.name, config, metrics, *about, adapter=adapter.is_file())
 
 
-def read_results(folder: Path, *further: str) -> dict[str, Any]:
-    """What `avgk train` wrote to results.json; a damaged one is refused with the name of the file and the field."""
-    path = folder / RESULTS
-    results = read_json(path)
-    for name in ("dataset", "hyperparameters", "validation", *further):
-        if name not in results:
-            raise ValueError(f"{path} has no field {name!r}; write it anew with `avgk train`.")
-        if name != "dataset" and not isinstance(results[name], dict):
-            raise ValueError(f"{path}: the field {name!r} must be a mapping, not {results[name]!r}.")
-    for split in ("validation", "test"):
-        for name, value in results.get(split, {}).items():
-            if value is not None and not isinstance(value, int | float):
-                raise ValueError(f"{path}: {split}.{name}={value!r} must be a number.")
-    return results
-
-
 def as_markdown(value: Any) -> str:
     r"""A value that stays text in Markdown, on its line and in its cell, whatever a name holds.
 
@@ -377,6 +304,7 @@ def save_classifier(
         repo: Where it will be on the Hub, if that is known.
     """
     folder = Path(folder)
+    Calibration.of(model.config).threshold()  # refuses a model without
     with replacing(folder) as new, without_bars():
         model.save_pretrained(new)
         write_thresholds(model, new)

@@ -113,6 +113,7 @@ class SetSizeMonitor:
             balance: Of the sets, as in `Question`; default the model's own.
             kwargs: Further arguments of the class, e.g. `tolerance=0.1`.
         """
+        config = getattr(config, "config", config)  # of a model
         calibration = Calibration.of(config).at(balance)
         lambda_val, record = calibration.threshold(k), calibration.source
         k = calibration.k if k is None else k
@@ -210,7 +211,7 @@ class SetSizeMonitor:
             return f"too few images to tell whether these differ from those of the calibration: {seen}."
         if not self.drifted:
             left = "" if lower <= self.k <= upper else ", which is within what the calibration leaves open"
-            return f"no drift so far, set sizes are as expected: {seen}{left}."
+            return f"no drift so far: {seen}{left}."
         return (
             f"drift: {seen}. These images differ from those of the calibration, so K and the measured accuracies do"
             " not hold for them: calibrate on images like these with `avgk calibrate MODEL DATASET`."

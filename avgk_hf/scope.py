@@ -3,6 +3,7 @@
 import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from difflib import get_close_matches
 from typing import Any
 
 from .calibration import Calibration
@@ -16,6 +17,7 @@ from .sets import check_k, k_key
 RECORDED = (0.0, 0.5, 1.0)  # the balances that are calibrated besides the model's own
 GRID = (0.0, 0.25, 0.5, 0.75, 1.0)  # those whose trade-off is shown, and among which "auto" chooses
 LEAST_ASIDE = 500  # images of each half, where `calibration_split: auto` divides validation
+BALANCING = ("prevalence", "give_up", "select_by")  # how a balance is calibrated
 SELECT_BY = {"micro": "average_k_accuracy", "macro": "macro_accuracy"}  # what is to be high on validation
 
 
@@ -99,6 +101,9 @@ def check_asked(
     labelled: bool, calibrate: bool, monitored: bool, by_coverage: bool, balancing: Iterable[str] = ()
 ) -> None:
     """Refuse what cannot be asked of one evaluation."""
+    for name in (name for name in balancing if name not in BALANCING):
+        near = get_close_matches(name, (*BALANCING, "coverage", "balance", "method", "labels", "per_class", "k"), 1)
+        raise TypeError(f"there is no argument {name!r}{f'; did you mean {near[0]!r}?' if near else ''}")
     for name in () if calibrate else balancing:
         raise ValueError(f"{name} says how to calibrate: leave it out of an evaluation.")
     if calibrate and monitored:

@@ -384,11 +384,10 @@ def class_means(
     return means
 
 
-def set_size_counts(statistics: SetStatistics, k: float, train_counts: list[int] | None) -> dict[str, list[int]]:
-    """How many images of an evaluation got a set of 0, 1, 2, ... classes, for all classes and, if known, by shot."""
-    sizes = statistics.set_sizes(k)
+def set_size_counts(sizes: np.ndarray, labels: np.ndarray, train_counts: list[int] | None) -> dict[str, list[int]]:
+    """How many of n images got a set of 0, 1, 2, ... classes, for all classes and, if known, by shot."""
     counts = {"all": np.bincount(sizes).tolist()}
     for name, (low, high) in SHOTS.items() if train_counts else ():
-        of_class = np.asarray(train_counts)[statistics.labels]  # (n,), training images of each image's class
+        of_class = np.asarray(train_counts)[labels]  # (n,), training images of each image's class
         counts[name] = np.bincount(sizes[(of_class >= low) & (of_class < high)]).tolist()
     return counts

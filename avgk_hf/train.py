@@ -24,9 +24,9 @@ from .data.datasets import TAKE, check_split, keep_aside, take_from_train
 from .data.inspection import count_images, short_form
 from .features import Features, cached_features
 from .files import check_output_dir, remove
-from .model_card import RESULTS, TRAINED
 from .modeling import AvgKForImageClassification
 from .recipes import DataArguments, ModelArguments, describe_fields, parse_recipe
+from .results import RESULTS, TRAINED
 from .scope import LEAST_ASIDE, promise
 from .sets import k_key
 from .shell import guarded, printable, without_tokens
@@ -227,7 +227,10 @@ def _show_results(trainer: AvgKTrainer, results: dict[str, Any]) -> None:
     step, state = trainer.weights_step, trainer.state
     if step != state.global_step:
         epoch = step / state.global_step * state.epoch
-        print(f"the weights are those after epoch {epoch:.4g} of {state.epoch:.4g}, the best on validation")
+        name = f"eval_{trainer.args.metric_for_best_model.removeprefix('eval_')}"
+        as_good = sum(entry.get(name) == state.best_metric for entry in state.log_history)
+        first = f"the first of {as_good} that are the best" if as_good > 1 else "the best"
+        print(f"the weights are those after epoch {epoch:.4g} of {state.epoch:.4g}, {first} on validation")
     if (approximate := promise(Calibration.of(trainer.model.config))) is not None:
         print(f"{approximate.partition(', so that')[0]} (`avgk info` says more)")
 

@@ -24,10 +24,11 @@ from .data.datasets import TAKE, TAKE_TEST, check_length, check_prepared, check_
 from .evaluation import Evaluation, loop
 from .files import new_file, write_text
 from .losses import make_loss
-from .model_card import RESULTS, CardCallback, render_card, run_results
+from .model_card import CardCallback, render_card
 from .optimizers import ObjectiveTrainer
 from .predictions import Predictions
 from .processes import broadcast
+from .results import RESULTS, run_results
 from .sets import check_k, k_key
 from .statistics import SetStatistics
 from .training_args import AvgKTrainingArguments, check_trainer_arguments, say_state_memory

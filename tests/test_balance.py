@@ -568,7 +568,7 @@ def test_the_commands(model, image_folder, tmp_path, capsys):
     asked = ["calibrate", str(folder), str(image_folder), "--k", "1", "3", "--balance", "auto", "--give-up", "100"]
     assert main([*asked, "--per-class", "--select-by", "macro", "--plot", str(picture)]) == 0
     printed = capsys.readouterr().out
-    assert "the model's own is 1, " in printed and "frequencies of classes: of the training" in printed
+    assert "the model's own is 1;" in printed and "frequencies of classes: of the training" in printed
     table = printed.partition("accuracy by balance, K = 2\n")[2].splitlines()
     assert [line.split()[0] for line in table[:6]] == ["balance", "0", "0.25", "0.5", "0.75", "1"]
     assert picture.is_file() and (tmp_path / "curve_balance.png").is_file()

@@ -207,7 +207,8 @@ def test_info_of_a_run(trained_run, tmp_path, capsys):
     (run / "onnx" / "export.json").write_text('{"thresholds": {"2": 0.5}}')
     assert main(["info", str(run)]) == 0
     text = capsys.readouterr().out
-    old = "validation and test above (`avgk evaluate MODEL DATASET` measures the sets of now)"
+    anew = f"`avgk evaluate MODEL DATASET --out {run / 'results.json'}` measures them anew"
+    old = f"validation and test above ({anew})"
     assert f"out of date   {old}, README.md (`avgk card`), onnx (`avgk export`)" in text
 
 
@@ -855,7 +856,7 @@ def test_a_split_of_its_own_is_evaluated(trained_run, image_folder, tmp_path, mo
     assert found[0] == found[1]
     shutil.copytree(image_folder / "test", tmp_path / "alone" / "photos")
     assert main(["evaluate", str(trained_run), str(tmp_path / "alone" / "photos")]) == 2
-    assert "has no split 'test', only ['train']" in capsys.readouterr().err
+    assert "has no splits: `--split train` takes all of it" in capsys.readouterr().err
 
 
 def test_files_that_are_replaced_are_said(trained_run, image_folder, tmp_path, monkeypatch, capsys):

@@ -133,7 +133,7 @@ def test_what_evaluate_says_of_the_images(trained_run, image_folder, tmp_path, m
     monkeypatch.chdir(tmp_path)
     shutil.copytree(image_folder / "test", "field")
     said = refused(capsys, "evaluate", trained_run, "field")
-    assert "--split train, if the model has not learnt from these images" in said
+    assert "has no splits: `--split train` takes all of it, if the model has not learnt from these images" in said
     assert main(["evaluate", str(trained_run), "field", "--split", "train", "--k", "3"]) == 0
     printed = capsys.readouterr()
     assert "called train" in printed.err and "30 images" in printed.out
@@ -284,7 +284,7 @@ def test_weights_that_fit_a_twin_are_said(image_folder, tmp_path, monkeypatch, c
         main(["init", str(image_folder), "--model", "tf_efficientnet_lite0", "--checkpoint", "weights.safetensors"])
         == 0
     )
-    assert "these weights fit efficientnet_lite0 too" in caplog.text
+    assert "these weights fit efficientnet_lite0 too, and sets get worse if they are of that" in caplog.text
 
 
 def test_results_of_an_earlier_calibration_are_called_so(trained_run, image_folder, tmp_path, monkeypatch, capsys):
@@ -298,18 +298,28 @@ def test_results_of_an_earlier_calibration_are_called_so(trained_run, image_fold
     assert "**These numbers are of an earlier calibration**" in Path("run/README.md").read_text()
     capsys.readouterr()
     assert main(["info", "run"]) == 0
-    assert "validation and test above (`avgk evaluate MODEL DATASET` measures" in capsys.readouterr().out
+    again = "`avgk evaluate MODEL DATASET --out run/results.json` measures them anew"
+    assert f"out of date   test above ({again})" in capsys.readouterr().out  # validation was measured
     assert main(["report", "run", "--out", "report"]) == 0
-    assert "run was calibrated again: its numbers are of the thresholds before" in capsys.readouterr().err
+    assert "run was calibrated again: some numbers are of the thresholds before" in capsys.readouterr().err
     titles = []
     monkeypatch.setattr("avgk_hf.study.plots.contact_sheet", lambda *_, **how: titles.append(how["title"]))
     assert main(["plot", "run", "--out", "plots"]) == 0
     assert main(["evaluate", "run", str(image_folder), "--json"]) == 0
     accuracy = json.loads("{" + capsys.readouterr().out.partition("{")[2])["average_k_accuracy"]
-    assert f"K = 2, balance 1: average-K accuracy {100 * accuracy:.1f}% on test" in titles[0]
-    assert "is the record of a training" in refused(
-        capsys, "evaluate", "run", image_folder, "--out", "run/results.json"
+    assert f"K = 2, balance 1: average-K accuracy {100 * accuracy:.1f}% on test" in titles[0].replace(
+        " (lowers scores)", ""
     )
+    shutil.copytree(image_folder, "others")
+    said = refused(capsys, "evaluate", "run", "others", "--out", "run/results.json")
+    assert "is the record of a training, of its own validation and test images" in said
+    assert main(["evaluate", "run", str(image_folder), "--out", "run/results.json"]) == 0
+    assert "what it said of test is renewed" in capsys.readouterr().out
+    assert json.loads(Path("run/results.json").read_text())["test"]["average_k_accuracy"] == accuracy
+    assert main(["info", "run"]) == 0
+    assert "test above" not in capsys.readouterr().out
+    assert main(["card", "run"]) == 0
+    assert "of an earlier calibration" not in Path("run/README.md").read_text()
 
 
 def test_copies_inside_one_class_are_named_where_test_images_are_drawn(image_folder, tmp_path, capsys):

@@ -124,7 +124,7 @@ def test_warns_once_and_says_what_to_do(caplog):
     monitor = SetSizeMonitor(5, 1081, num_calibrated=2000, source="trees")
     monitor.update(rng.geometric(1 / 5, 500))
     assert not caplog.records and monitor.message().startswith(
-        "no drift so far, set sizes are as expected: calibrated on 2000 images of trees for sets"
+        "no drift so far: calibrated on 2000 images of trees for sets"
     )
     monitor = SetSizeMonitor(5, 1081, num_calibrated=2000, source="trees")
     with caplog.at_level(logging.WARNING):
@@ -280,7 +280,7 @@ def test_evaluate_says_the_interval(saved, image_folder, tmp_path, capsys):
     picture = tmp_path / "course.svg"
     assert main(["evaluate", str(saved), str(image_folder), "--plot", str(picture)]) == 0
     printed = capsys.readouterr().out
-    assert "no drift so far, set sizes are as expected: calibrated on 30 images of trees for sets of 2 cl" in printed
+    assert "no drift so far: calibrated on 30 images of trees for sets of 2 cl" in printed
     assert "K  accuracy  mean set size" in printed and "<svg" in picture.read_text()
     assert main(["evaluate", str(saved), str(image_folder), "--json"]) == 0
     metrics = json.loads(capsys.readouterr().out)
@@ -391,7 +391,7 @@ def test_a_dozen_images_are_too_few_to_tell(saved, tmp_path, capsys):
     monitor.update([2] * 3)
     assert not monitor.enough
     monitor.update([1, 2, 3] * 40)
-    assert monitor.enough and monitor.message().startswith("no drift so far, ")
+    assert monitor.enough and monitor.message().startswith("no drift so far: ")
     grown = SetSizeMonitor(k=2, num_labels=20, num_calibrated=200)
     grown.update([19] * 12)
     assert grown.drifted and grown.enough and grown.message().startswith("drift: ")

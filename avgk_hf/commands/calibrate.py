@@ -10,6 +10,7 @@ from ..shell import printable
 from .evaluate import (
     is_first_process,
     measure,
+    name_of,
     print_metrics,
     quiet_unless_first,
     read_split,
@@ -59,6 +60,7 @@ def run(args: argparse.Namespace) -> int:
     from ..hub import push_folder
     from ..model_card import save_classifier
     from ..records import AUGMENTATION
+    from ..results import renew_results
     from ..scope import promise
 
     model = load_classifier(args.model).to(best_device())
@@ -83,6 +85,7 @@ def run(args: argparse.Namespace) -> int:
         save_classifier(model, args.out, metrics, args.push)
     else:
         write_thresholds(model, args.model)
+        renew_results(Path(args.model), name_of(args), str(split.split or args.split), metrics)
     calibration = Calibration.of(model.config)
     say_split(split, args, calibration.balance)
     print_metrics(metrics, args, getattr(model.config, "k", None))

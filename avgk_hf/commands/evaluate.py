@@ -89,8 +89,6 @@ def run(args: argparse.Namespace) -> int:
     if args.out and Path(args.out).suffix.lower() not in ("", ".json"):
         remedy = "a table of the classes is --per-species FILE, the sets of images are written by `avgk predict`"
         raise ValueError(f"--out {args.out} gets metrics as JSON: name a file that ends with .json ({remedy}).")
-    if args.out and Path(args.out).name == "results.json" and (Path(args.out).parent / "config.json").is_file():
-        raise ValueError(f"--out {args.out} is the record of a training: name another file.")
     if args.per_species:
         check_ending(args.per_species)
     if args.unsure is not None and args.unsure < 1:
@@ -110,7 +108,9 @@ def run(args: argparse.Namespace) -> int:
     own = getattr(model.config, "k", None)  # the files are about this one, or the first that is asked for
     k = [own] if own in args.k else args.k[:1]
     monitor = SetSizeMonitor.from_config(model.config, *args.k[:1], balance=args.balance)
-    listed = Listed(model.config, *k, balance=args.balance) if args.per_species or args.unsure else None
+    listed = (
+        Listed(model.config, *k, balance=args.balance) if args.per_species or args.unsure or _renews(args) else None
+    )
     how: dict[str, Any] = {"method": args.method, "per_class": per_class_of(args)}
     known = _known_images(split, model.config, args)  # that they look like those of the calibration is no news
     how["monitor"] = monitor if args.plot or not known else None
@@ -125,9 +125,7 @@ def run(args: argparse.Namespace) -> int:
         print(known, file=sys.stderr)
     say_shared(calibration, calibration.levels("lac", how["per_class"]), how["per_class"])
     if args.out:
-        what = replacing_said(args.out, "all metrics")
-        write_text(args.out, json.dumps(metrics, indent=2) + "\n")
-        say_written(args.out, what, args)
+        _write_metrics(args, metrics, str(split.split or args.split), listed)
     if not (known or monitor.drifted or args.json):  # a drift was said already
         print(monitor.message())
     if args.plot:
@@ -138,6 +136,28 @@ def run(args: argparse.Namespace) -> int:
     for path, what in _show_sets(listed, args, title_of(args.model)).items() if listed else ():
         say_written(path, what, args)
     return say_left_out(*left_out)
+
+
+def _renews(args: argparse.Namespace) -> bool:
+    """Whether the metrics go into the record of a training."""
+    return (
+        bool(args.out) and Path(args.out).name == "results.json" and (Path(args.out).parent / "config.json").is_file()
+    )
+
+
+def _write_metrics(args: argparse.Namespace, metrics: dict[str, float], split: str, listed: Any) -> None:
+    """Write the file of --out; a training's results.json keeps what it says of the training and of other images."""
+    from ..results import renew_results
+
+    what = replacing_said(args.out, "all metrics")
+    sizes = listed.size_counts() if _renews(args) and listed.k == listed.calibration.k else None
+    if not _renews(args):
+        write_text(args.out, json.dumps(metrics, indent=2) + "\n")
+    elif not renew_results(Path(args.out).parent, name_of(args), split, metrics, sizes):
+        raise ValueError(f"--out {args.out} is the record of a training, of its own validation and test images.")
+    else:
+        what = f"what it said of {split} is renewed"
+    say_written(args.out, what, args)
 
 
 def _known_images(split: Any, config: Any, args: argparse.Namespace) -> str | None:
@@ -159,7 +179,8 @@ def _show_sets(listed: Any, args: argparse.Namespace, name: str) -> dict[Path, s
     from ..study.class_plots import confusion_groups
     from ..study.plots import contact_sheet
 
-    asked, files = f"{name}, K = {listed.k:g}", {}
+    balance = f", balance {listed.calibration.balance:g}" if listed.calibration.balance else ""
+    asked, files = f"{name}, K = {listed.k:g}{balance}", {}
     if listed.labels is not None:
         asked += f", accuracy {100 * listed.accuracy:.1f}% on {listed.dataset.split or args.split}"
     if args.per_species:
@@ -185,6 +206,7 @@ def _show_sets(listed: Any, args: argparse.Namespace, name: str) -> dict[Path, s
         table, picture = place / "unsure.csv", place / "contact_sheet.png"
         empty = int((listed.sizes[images] == 0).sum())
         longest = f"{empty} without a set, then those with the longest" if empty else "the longest sets"
+        longest = "all without a set" if empty == len(images) else longest
         what = f"the {len(images)} least sure images, K = {listed.k:g}: {longest}"
         files[table] = replacing_said(table, what)
         some = f", the first {SHOWN_IMAGES} of them" * (len(images) > SHOWN_IMAGES)

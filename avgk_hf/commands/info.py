@@ -80,7 +80,7 @@ def describe(config: Any, folder: Path) -> dict[str, Any]:
 def _results(config: Any, calibration: Any, folder: Path) -> tuple[dict[str, Any], list[str]]:
     """What results.json says, and which files beside the model are of other thresholds than it has now."""
     from ..checks import read_json
-    from ..model_card import of_other_thresholds, read_results
+    from ..results import of_other_thresholds, read_results
     from ..sets import k_key
 
     results, stale = {}, []
@@ -89,8 +89,10 @@ def _results(config: Any, calibration: Any, folder: Path) -> tuple[dict[str, Any
     if (folder / "results.json").is_file():
         found = read_results(folder)
         results = {split: found[split] for split in ("validation", "test") if split in found}
-        if of_other_thresholds(config, results):
-            stale.append("validation and test above (`avgk evaluate MODEL DATASET` measures the sets of now)")
+        old = [split for split, metrics in results.items() if of_other_thresholds(config, {split: metrics})]
+        if old:
+            again = f"`avgk evaluate MODEL DATASET --out {folder / 'results.json'}` measures them anew"
+            stale.append(f"{' and '.join(old)} above ({again})")
     card = folder / "README.md"
     if own and card.is_file():
         with card.open(encoding="utf-8", errors="replace") as file:

@@ -44,8 +44,8 @@ def plot_runs(runs: Sequence[str | Path], out: str | Path, allow_outside: bool =
         The files, as they are written.
     """
     from ..confusions import Listed
-    from ..model_card import of_other_thresholds, read_results
     from ..modeling import AvgKForImageClassification
+    from ..results import read_results
     from ..sets import k_key
     from ..study.plots import accuracy_curve, by_shot, in_both_formats, set_size_histogram
     from ..study.seeds import find_runs
@@ -71,12 +71,12 @@ def plot_runs(runs: Sequence[str | Path], out: str | Path, allow_outside: bool =
             loaded[key] = _splits(data, allow_outside)
         validation, test = loaded[key]
         model = AvgKForImageClassification.from_pretrained(run)
-        listed, now = Listed(model.config), not of_other_thresholds(model.config, {"test": results["test"]})
+        listed = Listed(model.config)
         curves[name], top = _curves(model, validation, test, listed)
-        sizes[f"{name}, K = {k_key(listed.k)}"] = listed.size_counts()
+        sizes[f"{name}, K = {k_key(listed.k)}"] = listed.size_counts()["all"]
         title = f"{name}, {accuracy_of(listed)}"
         yield from in_both_formats(partial(draw_sheet, listed, title), out / f"contact_sheet_{name}")
-        if now and (shots := by_shot(results["set_sizes"])):  # which are of the thresholds that were tested
+        if shots := by_shot(listed.size_counts()):
             yield from in_both_formats(set_size_histogram, out / f"set_sizes_by_shot_{name}", shots, title=title)
     # where there is one, the title names it
     about, sizes = ("Set sizes on test", sizes) if len(runs) > 1 else (title, {"": next(iter(sizes.values()))})
@@ -127,7 +127,7 @@ def _splits(data: Any, allow_outside: bool) -> tuple[Any, Any]:
 
 def accuracy_of(listed: Any) -> str:
     """What a picture's title says of sets that were collected on test."""
-    balance = f", balance {listed.calibration.balance:g}" if listed.calibration.balance else ""
+    balance = f", balance {listed.calibration.balance:g} (lowers scores)" if listed.calibration.balance else ""
     return f"K = {listed.k:g}{balance}: average-K accuracy {100 * listed.accuracy:.1f}% on test"
 
 

@@ -15,7 +15,7 @@ def arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> None:
     from ..classifiers import load_model_config
-    from ..model_card import of_other_thresholds, read_results
+    from ..results import of_other_thresholds, read_results
     from ..study.seeds import find_runs, write_report
 
     print(write_report(args.runs, args.out))
@@ -23,5 +23,10 @@ def run(args: argparse.Namespace) -> None:
         results = read_results(run)
         measured = {split: results[split] for split in ("validation", "test") if split in results}
         if of_other_thresholds(load_model_config(str(run)), measured):
-            print(printable(f"{run} was calibrated again: its numbers are of the thresholds before"), file=sys.stderr)
+            print(
+                printable(
+                    f"{run} was calibrated again: some numbers are of the thresholds before (`avgk info` says more)"
+                ),
+                file=sys.stderr,
+            )
     print(printable(f"written to {args.out}: report.md and report.json"))

@@ -247,11 +247,12 @@ def _check_found(names: list[str], known: list[str], found: list[list[int]]) -> 
             if len(names) == len(known)
             else ""
         )
+        some = ", ".join(f"{name!r}{_hint(name, known, 'the model knows')}" for name in unknown[:5])
+        some += f" and {len(unknown) - 5} more" if len(unknown) > 5 else ""
         raise ValueError(
-            f"the dataset has {len(unknown)} class{'es' * (len(unknown) != 1)} that the model does not know, e.g."
-            f" {unknown[0]!r}"
-            f"{_hint(unknown[0], known, 'the model knows')}. Name the classes as in the model's config, translate them"
-            f" with --label-map FILE (`labels={{...}}`){same}, or leave these images out."
+            f"the dataset has {len(unknown)} class{'es' * (len(unknown) != 1)} that the model does not know,"
+            f" {some}. Name the classes as in the model's config, translate them with --label-map FILE"
+            f" (`labels={{...}}`){same}, or leave these images out."
         )
     for name, ids in zip(names, found, strict=True):
         if len(ids) > 1:

@@ -153,8 +153,11 @@ def check_split(
             f" 'train'{named}. Test images are for the report only."
         )
     near = "".join(f" ({other!r}?)" for other in get_close_matches(name, list(splits), 1, LIKE))
-    if list(splits) == ["train"] and option == "--split":
-        near = " train, if the model has not learnt from these images"
+    if name == "test" and list(splits) == ["train"] and option == "--split":
+        raise ValueError(
+            f"the dataset {dataset!r} has no splits: `--split train` takes all of it, if the model has not learnt from"
+            " these images."
+        )
     raise ValueError(
         f"the dataset {dataset!r} has no split {name!r}, only {list(splits)}; name the right one with {option}{near}."
     )

@@ -280,10 +280,12 @@ def misplaced(dataset: str) -> list[str]:
 
 def no_classes(dataset: str) -> str:
     """What would tell the classes of images, in a sentence."""
+    above, own = Path(dataset).resolve().parent, any(path.parent == Path(dataset) for path in image_files(dataset))
+    whole = f"; or name {os.path.relpath(above)}, if this is one class of it" if own else ""
     return (
         "it does not say which class its images are of: they belong in one folder for each of two or more classes,"
-        f" none deeper than others, {dataset}/train/<class>/x.jpg; in a table, the column of classes is named with"
-        " `label_column:` or `--label-column`"
+        f" none deeper than others, {dataset}/<class>/x.jpg; in a table, the column of classes is named with"
+        f" `label_column:` or `--label-column`{whole}"
     )
 
 

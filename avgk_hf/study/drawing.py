@@ -157,5 +157,8 @@ def whole(name: str, width: int = 60, most: int = MOST_CHARACTERS) -> str:
     name = name if len(name) <= most else name[: most - 1] + "…"
     wide = sum(unicodedata.east_asian_width(c) in "WF" for c in name)  # these take two columns
     width = width if not wide else max(round(width * len(name) / (len(name) + wide)), 1)
-    lines = textwrap.wrap(name.replace("_", "_ "), width)  # where words of a file's name end, too
+    name = name.replace("_", "_ ")  # where words of a file's name end, too
+    lines = textwrap.wrap(name, width)
+    while len(lines) > 1 and len(even := textwrap.wrap(name, width - 1)) == len(lines):  # no word is left alone
+        width, lines = width - 1, even
     return "\n".join(lines).replace("_ ", "_").replace("$", r"\$")

@@ -163,9 +163,9 @@ def _test_weights(trainer: AvgKTrainer, test: Dataset, ks: Sequence[float]) -> d
     thresholds = {kind: evaluation.lambdas() for kind, evaluation in validation.items()}
     evaluated = to_test(config, len(test), ks, calibrated)
     tested = measure(trainer, test, ks, thresholds, evaluated)
-    own = validation[config.score]
+    own, of_head = validation[config.score], tested[config.score].statistics
     heads = {k: config.head if config.head != "auto" else own.best_head(k) for k in ks}
-    sizes = {k: set_size_counts(tested[config.score].statistics[heads[k]], k, config.train_counts) for k in ks}
+    sizes = {k: set_size_counts((of := of_head[heads[k]]).set_sizes(k), of.labels, config.train_counts) for k in ks}
     return {
         "score": config.score,
         "head": {k_key(k): head for k, head in heads.items()},

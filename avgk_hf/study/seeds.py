@@ -10,7 +10,8 @@ import numpy as np
 
 from ..checks import near_folder
 from ..files import write_text
-from ..model_card import CALIBRATED_ONLY, RESULTS, as_markdown, read_results
+from ..model_card import as_markdown
+from ..results import CALIBRATED_ONLY, RESULTS, read_results
 from .columns import Column, as_table, columns_of
 
 
