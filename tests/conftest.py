@@ -31,8 +31,8 @@ LONGEST = """test_sweep test_compare test_faults test_security test_export test_
 # all but these are run by `make test-portable` too: their tests compare no numbers, or only whether two processes of
 # one machine give the same; single tests among them that do have the mark `numbers`
 NO_NUMBERS = """test_app test_archives test_auto test_bad_input test_classes test_cli test_configuration test_docs
-    test_endpoint test_hooks test_hub test_layers test_predict test_readme test_report test_security test_streams
-    test_tables test_training_args"""
+    test_endpoint test_hooks test_hub test_layers test_mistakes test_predict test_readme test_report test_security
+    test_streams test_tables test_training_args"""
 
 
 def pytest_collection_finish():

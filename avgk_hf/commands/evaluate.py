@@ -51,7 +51,7 @@ def arguments(parser: argparse.ArgumentParser) -> None:
     longest = "the N images with the longest sets, to look at or label first: a list and a contact sheet"
     parser.add_argument("--unsure", type=int, metavar="N", help=longest)
     parser.add_argument("--unsure-out", metavar="DIR", help="folder for them (a new one, runs/unsure-MODEL-DATASET)")
-    parser.add_argument("--out", help="JSON file to write the metrics to")
+    parser.add_argument("--out", help="JSON file to write the metrics to; MODEL/results.json is renewed by them")
 
 
 def shared_arguments(parser: argparse.ArgumentParser, split: str) -> None:
