@@ -89,6 +89,9 @@ def test_the_best_checkpoint_may_be_that_of_a_metric_of_your_own(make_trainer):
 def test_keeping_all_logits_is_said(make_trainer, monkeypatch):
     said = []
     monkeypatch.setattr(predictions.logger, "warning_once", said.append)
+    make_trainer(given={"compute_metrics": Accuracy()}).evaluate()
+    assert not said  # of a few images there is nothing to say
+    monkeypatch.setattr(predictions, "LARGE", 0)
     for fields, preprocess in (({}, best_class), ({"batch_eval_metrics": True}, None), ({}, None)):
         assert not said
         given = {"compute_metrics": Accuracy(), "preprocess_logits_for_metrics": preprocess}

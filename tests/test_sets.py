@@ -416,8 +416,9 @@ def test_how_many_images_got_sets_of_each_size():
     stats = SetStatistics([1], 4, {1: 0.5})
     scores = torch.tensor([[0.9, 0.8, 0.0], [0.9, 0.0, 0.0], [0.0, 0.0, 0.0], [0.9, 0.9, 0.9]])
     stats.update(scores, torch.tensor([0, 1, 1, 2]))
-    assert set_size_counts(stats, 1, None) == {"all": [1, 1, 1, 1]}
-    found = set_size_counts(stats, 1, [0, 20, 101])  # the first two have few and medium images, the last many
+    assert set_size_counts(stats.set_sizes(1), stats.labels, None) == {"all": [1, 1, 1, 1]}
+    # the first two have few and medium images, the last many
+    found = set_size_counts(stats.set_sizes(1), stats.labels, [0, 20, 101])
     assert found == {"all": [1, 1, 1, 1], "few": [0, 0, 1], "medium": [1, 1], "many": [0, 0, 0, 1]}
 
 
