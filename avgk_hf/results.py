@@ -101,7 +101,7 @@ def renew_results(folder: Path, dataset: str, split: str, metrics: dict[str, flo
     if (
         split not in results
         or "average_k_accuracy" not in metrics
-        or Path(results.get("dataset") or "").name != Path(dataset).name
+        or Path(str(results.get("dataset"))).name != Path(dataset).name
     ):
         return False
     about = ("monitored_k", "set_size_low", "set_size_high", "drifted", "num_images", "skipped")
