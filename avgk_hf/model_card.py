@@ -160,6 +160,7 @@ def render_card(
         by_k=by_k,
         stale=of_other_thresholds(config, {split: metrics}),
         metrics=metrics,
+        number=total if split == "test" else 0,
         sizes=[(size, f"{count / total:.1%}") for size, count in enumerate(set_sizes or []) if count][:20],
         method=LOSSES[config.objective].sentence if ours else CALIBRATED,
         dataset=None if calibrated_only else dataset or "not stated",

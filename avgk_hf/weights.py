@@ -130,7 +130,7 @@ def _check_weights(name: str, pretrained: bool, checkpoint: str | None, frozen: 
     twin = name.removeprefix("tf_") if name.startswith("tf_") else f"tf_{name}"
     if checkpoint is not None and timm.is_model(twin):
         logger.warning_once(
-            f"these weights fit {twin} too, and sets get worse if they are of that: {name} must be what they are of"
+            f"these weights fit {twin} as well as {name}: sets get worse if it is not the one that they are of"
         )
 
 

@@ -26,6 +26,7 @@ from avgk_hf.features import cached_features
 from avgk_hf.recipes import parse_recipe
 from avgk_hf.scope import promise
 from avgk_hf.study.columns import by_k
+from avgk_hf.study.drawing import whole
 from avgk_hf.study.plots import contact_sheet
 from conftest import save_vit
 
@@ -284,7 +285,7 @@ def test_weights_that_fit_a_twin_are_said(image_folder, tmp_path, monkeypatch, c
         main(["init", str(image_folder), "--model", "tf_efficientnet_lite0", "--checkpoint", "weights.safetensors"])
         == 0
     )
-    assert "these weights fit efficientnet_lite0 too, and sets get worse if they are of that" in caplog.text
+    assert "these weights fit efficientnet_lite0 as well as tf_efficientnet_lite0" in caplog.text
 
 
 def test_results_of_an_earlier_calibration_are_called_so(trained_run, image_folder, tmp_path, monkeypatch, capsys):
@@ -301,7 +302,8 @@ def test_results_of_an_earlier_calibration_are_called_so(trained_run, image_fold
     again = "`avgk evaluate MODEL DATASET --out run/results.json` measures them anew"
     assert f"out of date   test above ({again})" in capsys.readouterr().out  # validation was measured
     assert main(["report", "run", "--out", "report"]) == 0
-    assert "run was calibrated again: some numbers are of the thresholds before" in capsys.readouterr().err
+    assert "**run was calibrated again: some of its numbers are of the thresholds before**" in capsys.readouterr().out
+    assert "calibrated again" in Path("report/report.md").read_text()
     titles = []
     monkeypatch.setattr("avgk_hf.study.plots.contact_sheet", lambda *_, **how: titles.append(how["title"]))
     assert main(["plot", "run", "--out", "plots"]) == 0
@@ -434,3 +436,9 @@ def test_examples_are_of_all_sizes(trained_run, image_folder, monkeypatch):
     monkeypatch.setattr(answers, "scores", lambda pixels: {"ml": torch.rand(1, 6)})
     shown = [size for _, size in example_images(answers, image_folder / "test")]
     assert shown == [1, 1, 1, 2, 2, 3, 3]
+
+
+def test_a_name_is_broken_between_its_words_and_a_title_in_the_middle():
+    assert whole("Loxia curvirostra (Fichtenkreuzschnabel)", 23) == "Loxia curvirostra\n(Fichtenkreuzschnabel)"
+    first, second = whole("22 classes, 502 images, 2 to 48 each, 8 classes with fewer than 20", 62).split("\n")
+    assert abs(len(first) - len(second)) < 10

@@ -1,7 +1,6 @@
 """`avgk report`."""
 
 import argparse
-import sys
 
 from ..shell import printable
 
@@ -18,15 +17,12 @@ def run(args: argparse.Namespace) -> None:
     from ..results import of_other_thresholds, read_results
     from ..study.seeds import find_runs, write_report
 
-    print(write_report(args.runs, args.out))
+    note = ""
     for run in (run for run in find_runs(args.runs) if (run / "config.json").is_file()):
         results = read_results(run)
         measured = {split: results[split] for split in ("validation", "test") if split in results}
         if of_other_thresholds(load_model_config(str(run)), measured):
-            print(
-                printable(
-                    f"{run} was calibrated again: some numbers are of the thresholds before (`avgk info` says more)"
-                ),
-                file=sys.stderr,
-            )
+            which = f"{printable(run)} was calibrated again: some of its numbers are of the thresholds before"
+            note += f"\n**{which}** (`avgk info` says more).\n"
+    print(write_report(args.runs, args.out, note))
     print(printable(f"written to {args.out}: report.md and report.json"))

@@ -158,7 +158,8 @@ def whole(name: str, width: int = 60, most: int = MOST_CHARACTERS) -> str:
     wide = sum(unicodedata.east_asian_width(c) in "WF" for c in name)  # these take two columns
     width = width if not wide else max(round(width * len(name) / (len(name) + wide)), 1)
     name = name.replace("_", "_ ")  # where words of a file's name end, too
-    lines = textwrap.wrap(name, width)
-    while len(lines) > 1 and len(even := textwrap.wrap(name, width - 1)) == len(lines):  # no word is left alone
+    lines, longest = textwrap.wrap(name, width), max(map(len, name.split()), default=0)
+    # no word is left alone on a line, and none is broken for that
+    while len(lines) > 1 and width > longest and len(even := textwrap.wrap(name, width - 1)) == len(lines):
         width, lines = width - 1, even
     return "\n".join(lines).replace("_ ", "_").replace("$", r"\$")

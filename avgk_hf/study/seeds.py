@@ -142,10 +142,10 @@ def groups_text(groups: list[dict[str, Any]]) -> str:
     return "\n\n".join(blocks) + "\n"
 
 
-def write_report(folders: Sequence[str | Path], out: str | Path) -> str:
-    """Write report.md and report.json to a folder and return the Markdown."""
+def write_report(folders: Sequence[str | Path], out: str | Path, note: str = "") -> str:
+    """Write report.md, which ends with a note, and report.json to a folder and return the Markdown."""
     groups = group_runs(folders)
-    text = groups_text(groups)
+    text = groups_text(groups) + note
     write_text(Path(out) / "report.md", text)
     write_text(Path(out) / "report.json", json.dumps(groups, indent=2, ensure_ascii=False) + "\n")
     return text
