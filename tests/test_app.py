@@ -40,6 +40,7 @@ needs_browser = pytest.mark.skipif(
     not (browser.CHROMIUM and browser.DRIVER),
     reason="there is no chromium with chromedriver: `make browser`, or `apt-get install chromium chromium-driver`",
 )
+PLACE = "return document.querySelector('#avgk-set').getBoundingClientRect().top"
 
 
 @pytest.fixture(scope="module")
@@ -160,6 +161,7 @@ def test_examples_go_from_clear_to_hopeless(page):
         page.all("#avgk-examples button")[number].send_keys(Keys.ENTER)
         page.wait.until(lambda _, number=number: page.status.startswith(captions[number].partition(";")[0]))
         assert len(shown(page)) == sizes[number]
+        page.wait.until(lambda _: -1 <= page.driver.execute_script(PLACE) < 900)  # the answer is seen
 
 
 @needs_browser

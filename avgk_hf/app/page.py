@@ -31,7 +31,10 @@ WAITING, SESSIONS = 64, 1000  # events in the queue, and visitors whose scores a
 ASK_BY = BY_SIZE, BY_COVERAGE = "average size", "coverage"
 HINT, OR_EXAMPLE = "Choose or drop an image.", "Choose or drop an image, or take one of the examples."
 GONE = "The server has no such image, or not any more; drop it again."
-TO_ANSWER = "() => document.querySelector('#avgk-set').scrollIntoView({block: 'nearest'})"  # far above on a phone
+# of the page on a phone, after the gallery has scrolled to what was chosen
+TO_ANSWER = (
+    "() => {setTimeout(() => document.querySelector('#avgk-set').scrollIntoView({block: 'nearest'}), 500); return []}"
+)
 EXAMPLES = "Examples, from clear to hopeless"
 # the last of several quick changes must not be dropped because the one before it is still being answered
 QUIET = {"show_progress": "hidden", "api_visibility": "private", "trigger_mode": "always_last"}
@@ -245,7 +248,7 @@ def _show_examples(examples: Sequence[tuple[Path, int]], answers: Answers, image
     def choose(chosen: gr.SelectData) -> str:
         return gallery.value[chosen.index]["image"]["path"]  # the copy that is served
 
-    gallery.select(choose, None, image, **QUIET).then(None, js=TO_ANSWER)
+    gallery.select(choose, None, image, js=TO_ANSWER, **QUIET)
 
 
 def build_page(answers: Answers, name: str, examples: Sequence[tuple[Path, int]] = ()) -> gr.Blocks:
